@@ -123,6 +123,7 @@ def item_name() -> Check:
 
 # The first two never reach a program. The others are faults: after a Python handler the same instruction faults again.
 _NOT_CATCHABLE = frozenset({"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"})
+_CATCHABLE = frozenset(signal.Signals.__members__) - _NOT_CATCHABLE
 
 
 def signal_names() -> Check:
@@ -135,10 +136,10 @@ def signal_names() -> Check:
 
     def read_one(value: object) -> str:
         name = value.name if isinstance(value, signal.Signals) else value
-        if not isinstance(name, str) or name not in signal.Signals.__members__:
-            raise ValueError(f"{value!r} is not a signal's name; {_foreign.signal_meant(value)}")
-        if name in _NOT_CATCHABLE:
+        if isinstance(name, str) and name in _NOT_CATCHABLE:
             raise ValueError(f"{name} cannot be caught by a program; SIGTERM is what schedulers send first")
+        if not isinstance(name, str) or name not in _CATCHABLE:
+            raise ValueError(f"{value!r} is not a signal's name; {_foreign.signal_meant(value, _CATCHABLE)}")
         return name
 
     return Check("a list of names of signals", read)

@@ -9,7 +9,7 @@ import math
 import numbers
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 # Our key, dotted inside the section → the names that other tools give it.
@@ -20,10 +20,10 @@ _SPELLINGS: dict[str, str] = {
         checkpoint_path checkpoint_directory checkpoint_folder base_output_directory default_root_dir workdir work_dir
         model_dir logging_dir""",
     "save_interval_steps": """
-        every every_n every_n_steps every_n_train_steps interval interval_steps period freq frequency steps
+        every every_n every_n_steps every_n_train_steps interval interval_steps period freq frequency steps save
         save_interval save_every save_every_steps save_every_n_steps save_steps save_freq save_period save_strategy
-        step_interval        save_checkpoint_steps save_checkpoints_steps checkpoint_every checkpoint_period checkpoint_interval
-        checkpoint_steps checkpoint_freq checkpoint_frequency ckpt_every ckpt_steps ckpt_interval
+        step_interval save_checkpoint_steps save_checkpoints_steps checkpoint_every checkpoint_period
+        checkpoint_interval checkpoint_steps checkpoint_freq checkpoint_frequency ckpt_every ckpt_steps ckpt_interval
         local_checkpoint_period""",
     "max_to_keep": """
         keep keep_n keep_last keep_last_n keep_latest keep_latest_n keep_latest_k keep_max max_keep num_to_keep num_keep
@@ -86,7 +86,7 @@ _NOT_OFFERED: dict[str, str] = {
     )
     for name in names.split()
 }
-_TIME = re.compile(r"(?:^|_)(?:s|secs?|seconds?|mins?|minutes?|hours?|hrs?|days?|time|duration)(?:_|$)")
+_TIME = re.compile(r"(?:^|_)(?:secs?|seconds?|mins|minutes?|hours?|hrs?|days?|time|duration)(?:_|$)")
 
 # Key → what switches it off, or the shape that it has; said where a number is too small and where a type is wrong.
 _INSTEAD: dict[str, str] = {
@@ -162,9 +162,8 @@ def close_match(value: object, choices: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else ""
 
 
-def signal_meant(value: object) -> str:
-    """The name of the signal that `value` stands for: a number, `TERM`, `sigterm`."""
-    names = signal.Signals.__members__
+def signal_meant(value: object, names: Collection[str]) -> str:
+    """Which of `names` stands for the same signal as `value`: a number, `TERM`, `sigterm`."""
     if isinstance(value, int) and not isinstance(value, bool) and value in set(signal.Signals):
         return f"did you mean {signal.Signals(value).name}?"
     text = str(value).upper()
@@ -188,11 +187,6 @@ def unknown_key(name: object, block: str, known: Mapping[str, Iterable[str]]) ->
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_").replace(" ", "_")
     if snake == "checkpoint" and not block:
         return f"{said}: this must be what stands below `checkpoint:`, not the whole file"
-    if near := difflib.get_close_matches(snake, own, n=1, cutoff=0.85):
-        return f"{said}; {_did_you_mean(_dotted(block, near[0]))}"
-    for other, keys in known.items():
-        if snake in keys:
-            return f"{said}; {_did_you_mean(_dotted(other, snake))}"
     if snake in _MEANT:
         return f"{said}; {_did_you_mean(_MEANT[snake])}"
     if snake in _NOT_OFFERED:
@@ -205,6 +199,11 @@ def unknown_key(name: object, block: str, known: Mapping[str, Iterable[str]]) ->
         )
     if "epoch" in snake:
         return f"{said}; not offered, as epochs are not counted: save_interval_steps counts completed updates"
+    if near := difflib.get_close_matches(snake, own, n=1, cutoff=0.85):
+        return f"{said}; {_did_you_mean(_dotted(block, near[0]))}"
+    for other, keys in known.items():
+        if snake in keys:
+            return f"{said}; {_did_you_mean(_dotted(other, snake))}"
     everywhere = {key: _dotted(other, key) for other, keys in known.items() for key in keys}
     candidates = _MEANT | everywhere
     if near := difflib.get_close_matches(snake, candidates, n=1, cutoff=0.7):

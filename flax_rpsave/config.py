@@ -1,8 +1,8 @@
 """The `checkpoint:` section of a YAML file as frozen dataclasses.
 
 Whatever the way in (a file, a mapping, keyword arguments), each value passes the check that stands beside its field,
-and all that is wrong is reported in one `ConfigError`, by dotted key. Nothing here imports JAX, so that reading a config
-is cheap.
+and all that is wrong is reported in one `ConfigError`, by dotted key. Nothing here imports JAX: that makes it cheap to
+read a config.
 """
 
 import os
@@ -138,10 +138,10 @@ class CheckpointConfig(Block):
         file = os.fspath(path)
         found = _yaml.read_section(file, section)
 
-        def where(key: str) -> str:
-            while key not in found.lines:
+        def line(key: str) -> int:
+            while key not in found.lines:  # a missing key has its block's line
                 key = key.rpartition(".")[0]
-            return f"{file}:{found.lines[key]}: "
+            return found.lines[key]
 
         problems = found.problems
         values: dict[str, Any] = {}
@@ -151,7 +151,8 @@ class CheckpointConfig(Block):
             misread = {key for key, _ in problems}  # what became of such a value is not worth a second complaint
             problems = problems + [problem for problem in invalid.problems if problem[0] not in misread]
         if problems:
-            raise worded(problems, where)
+            problems = sorted(problems, key=lambda problem: line(problem[0]))
+            raise worded(problems, lambda key: f"{file}:{line(key)}: ")
         return cls(**values)
 
     @classmethod
