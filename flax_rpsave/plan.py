@@ -55,7 +55,7 @@ class MeshLayout:
         if isinstance(mesh, AbstractMesh):
             ids = tuple(range(math.prod(size for _, size in axes)))
             return cls(axes, ids, ids)
-        devices = mesh.devices.flat
+        devices = mesh.devices.ravel().tolist()
         return cls(axes, tuple(d.id for d in devices), tuple(d.process_index for d in devices))
 
     @functools.cached_property
@@ -389,7 +389,7 @@ def _cut(layout: LeafLayout, options: ReplicaParallelConfig) -> tuple[tuple[int,
     nbytes = math.prod(shard) * layout.dtype.itemsize
     if nbytes == 0:
         return tuple(1 if n else 0 for n in shard), tuple(max(1, n) for n in shard)
-    w = min(layout.replicas, options.max_replicas or layout.replicas, max(1, nbytes // options.min_slice_bytes))
+    w = min(layout.replicas, options.max_replicas or layout.replicas, max(1, nbytes // max(1, options.min_slice_bytes)))
     if not options.enable or w == 1:
         return ones, shard
     return _best_cut(shard, tuple(bool(axes) for axes in layout.spec), layout.major_to_minor, w)
@@ -421,7 +421,7 @@ def _best_cut(
     several = [
         cut({a: k, b: w // k}) for a, b in itertools.combinations(order, 2) for k in range(2, w // 2 + 1) if w // k > 1
     ]
-    usable = [c for c in single + several if math.prod(c[0]) <= w]
+    usable = [c for c in [cut({}), *single, *several] if math.prod(c[0]) <= w]
     return max(usable, key=lambda c: (round(balance(c[1]), 6), -math.prod(c[0])))
 
 

@@ -12,7 +12,7 @@ hold 1/R of the state, but for what idle replicas copy in the last round of a gr
 
 The previous snapshot's arrays are donated to the next program, which writes into their memory: staging memory is
 touched for the first time only once. On accelerators they are dropped instead, so that the memory is the user's again
-between saves. NumPy and host-memory leaves are copied in the call.
+between saves. NumPy, host-memory and sub-byte leaves are copied in the call.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from flax_rpsave.leaves import Leaf
 from flax_rpsave.plan import LeafPlan, MeshLayout, SavePlan, as_named_sharding
 
 _PACK_NBYTES = 4 << 20  # whole shards up to this size are packed, into vectors of about this size
+_SUB_BYTE_DTYPES = ("int2", "int4", "float4_e2m1fn")
 _PROGRAM_LEAVES = 512  # compile time grows faster than the number of leaves in a program
 
 
@@ -206,8 +207,12 @@ def _abstract(leaf: Leaf) -> Leaf:
 
 
 def _stays_on_host(value: Any) -> bool:
-    """Whether a leaf is copied by the host: NumPy values, and arrays that live in host memory beside a device."""
-    if isinstance(value, np.ndarray):
+    """Whether a leaf is copied by the host.
+
+    So are NumPy values, arrays that live in host memory beside a device, and elements of less than a byte, of which a
+    program compiled ahead of time reports another memory layout than the arrays have (jax 0.10 to 0.12).
+    """
+    if isinstance(value, np.ndarray) or value.dtype.name in _SUB_BYTE_DTYPES:
         return True
     sharding = value.sharding
     if sharding is None:
