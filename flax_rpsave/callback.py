@@ -15,6 +15,7 @@ import jax
 
 from flax_rpsave import commit
 from flax_rpsave.config import CheckpointConfig
+from flax_rpsave.directory import Directory, explained, open_directory
 from flax_rpsave.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -28,7 +29,7 @@ from flax_rpsave.leaves import Leaf, flatten
 from flax_rpsave.preemption import PreemptionWatch
 from flax_rpsave.restore import Fit
 from flax_rpsave.saver import Saver
-from flax_rpsave.store import Directory, explained, open_directory
+from flax_rpsave.store import new_context
 from flax_rpsave.stored import Stored, open_checkpoint
 from flax_rpsave.writer import SaveStats, forget
 
@@ -78,8 +79,9 @@ class CheckpointCallback:
         self._watch = PreemptionWatch(None)
         if not self.config.enabled:
             return
-        self._root = open_directory(self.config.directory)
-        self._saver = Saver(self.config, self._root, on_commit)
+        context = new_context()
+        self._root = open_directory(self.config.directory, context)
+        self._saver = Saver(self.config, self._root, context, on_commit)
         _check_writable(self._root, self._saver.nonce)
         if self.config.save_on_preemption:
             self._watch = PreemptionWatch(self.config.preemption_signals)
@@ -396,7 +398,7 @@ def _check_writable(root: Directory, nonce: str) -> None:
         root.make()
         probe = f".rpsave-probe-{nonce}"
         root.write(probe, b"")
-        (root.path / probe).unlink()
+        root.remove(probe)
 
 
 def _initial(state: Any, init: Callable[[], Any] | None) -> Any:

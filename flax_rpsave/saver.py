@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import tensorstore as ts
 
 from flax_rpsave.agreement import Group
 from flax_rpsave.config import CheckpointConfig
+from flax_rpsave.directory import Directory
 from flax_rpsave.errors import SaveError
 from flax_rpsave.leaves import Leaf, flatten
 from flax_rpsave.planner import layout_of, plan_leaves
 from flax_rpsave.snapshot import Snapshotter
-from flax_rpsave.store import Directory
 from flax_rpsave.writer import SaveRequest, SaveStats, Writer
 
 logger = logging.getLogger("flax_rpsave")
@@ -28,6 +29,7 @@ class Saver:
     Args:
       config: The configuration.
       root: The run's directory, in which retention deletes; None for a save without a run.
+      context: TensorStore resources of the run.
       on_commit: Called with each commit's stats, in the background.
     """
 
@@ -35,12 +37,13 @@ class Saver:
         self,
         config: CheckpointConfig,
         root: Directory | None,
+        context: ts.Context,
         on_commit: Callable[[SaveStats], None] | None = None,
     ):
         self.config = config
         self.nonce = secrets.token_hex(4)
         self.group = Group(config.commit_timeout_secs)
-        self.writer = Writer(root, self.group, on_commit)
+        self.writer = Writer(root, self.group, context, on_commit)
         self._signature: Any = None
         self._snapshotter: Snapshotter | None = None
 
