@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -293,5 +294,5 @@ def explained(doing: str, error: type[RPSaveError]) -> Iterator[None]:
 
 
 def brief(error: BaseException) -> str:
-    """An error's message without the spec that TensorStore appends to it."""
-    return str(error).partition(" [tensorstore_spec=")[0]
+    """An error's message without the details (specs, responses) that TensorStore appends to it."""
+    return re.split(r" \[\w+='", str(error), maxsplit=1)[0]
