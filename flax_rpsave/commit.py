@@ -48,6 +48,8 @@ def prepare(final: Directory, nonce: str) -> Directory:
     """The directory that a step is to be written to, empty."""
     if final.renames:
         return workplace(final, nonce)
+    if is_committed(final):
+        raise SaveError(f"{final} exists already and is not overwritten")
     final.delete()  # what an interrupted save left of it
     final.write(_WRITING, nonce.encode())
     return final
