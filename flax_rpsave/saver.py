@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import threading
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 import tensorstore as ts
+from jax.sharding import NamedSharding
 
 from flax_rpsave.agreement import Group
 from flax_rpsave.config import CheckpointConfig
@@ -109,7 +111,13 @@ class Saver:
     def _snapshotter_for(self, leaves: list[Leaf]) -> Snapshotter:
         arrays = [leaf for leaf in leaves if leaf.is_array]
         signature = [
-            (leaf.name, leaf.kind, leaf.value.shape, leaf.value.dtype, getattr(leaf.value, "sharding", None))
+            (
+                leaf.name,
+                leaf.kind,
+                leaf.value.shape,
+                leaf.value.dtype,
+                _canonical(getattr(leaf.value, "sharding", None)),
+            )
             for leaf in arrays
         ]
         if self._snapshotter is None or signature != self._signature:
@@ -126,6 +134,17 @@ class Saver:
                     budget, plan.process_bytes.get(jax.process_index(), 0) / 1e9, self._snapshotter.groups,
                 )  # fmt: skip
         return self._snapshotter
+
+
+@functools.lru_cache(maxsize=4096)
+def _canonical(sharding: jax.sharding.Sharding | None) -> Any:
+    """Equal for shardings that mean the same: jitted functions return P() and P(None) as it comes."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    parts = [part if part != () else None for part in sharding.spec]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return sharding.mesh, tuple(parts), sharding.memory_kind
 
 
 def _compile(snapshotter: Snapshotter) -> None:

@@ -344,11 +344,10 @@ def _arguments(program: _Program, leaves: Sequence[Leaf]) -> list[Any]:
     for i in program.leaves:
         value = leaves[i].value
         if program.mesh is not None:
-            sharding = as_named_sharding(value.sharding, tuple(value.shape))
-            if sharding.mesh != program.mesh:
-                sharding = NamedSharding(program.mesh, sharding.spec)
-            if sharding is not value.sharding:
-                value = _under(value, sharding)
+            sharding = value.sharding
+            if not isinstance(sharding, NamedSharding) or sharding.mesh != program.mesh:
+                spec = as_named_sharding(sharding, tuple(value.shape)).spec
+                value = _under(value, NamedSharding(program.mesh, spec))
         arguments.append(value)
     return arguments
 
