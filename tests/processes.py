@@ -28,7 +28,7 @@ mesh = Mesh(np.array(jax.devices()), ("data",))
 
 def put(values, spec=P(), on=None):
     sharding = NamedSharding(on if on is not None else mesh, spec)
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index], dtype=values.dtype)
 
 def say(*words):
     print("SAY", *words, flush=True)
