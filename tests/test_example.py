@@ -32,7 +32,7 @@ def example() -> Iterator[SimpleNamespace]:
     """The example's modules; they import each other as a script's neighbours do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLE)
-        names = ("data", "model", "settings")
+        names = ("data", "model", "settings", "state", "report", "train", "demo")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
         for name in names:
             del sys.modules[name]
@@ -125,3 +125,13 @@ def test_the_gpt2_preset_has_gpt2_smalls_parameters(example: SimpleNamespace) ->
     config = example.settings.Settings.from_yaml(EXAMPLE / "config_gpt2.yaml").model
     model = nnx.eval_shape(lambda: example.model.GPT(config, rngs=nnx.Rngs(0)))
     assert sum(param.size for param in jax.tree.leaves(nnx.state(model, nnx.Param))) == 124_439_808
+
+
+def test_the_demo_sees_every_bit_that_differs(example: SimpleNamespace) -> None:
+    def tree() -> dict[str, np.ndarray | jax.Array]:
+        return {"zero": np.zeros(2, np.float32), "nan": np.full(2, np.nan, np.float32), "key": jax.random.key(0)}
+
+    assert example.demo.differing_leaves(tree(), tree()) == []
+    changed = {"zero": -np.zeros(2, np.float32), "nan": np.full(2, np.nan, np.float16), "key": jax.random.key(1)}
+    for name, leaf in changed.items():
+        assert example.demo.differing_leaves(tree(), tree() | {name: leaf}) == [f"['{name}']"]
