@@ -1,0 +1,3 @@
+"""Replica-parallel, asynchronous checkpoints for Flax/Optax training loops."""
+
+__version__ = "0.1.0"
