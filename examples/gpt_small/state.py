@@ -1,5 +1,7 @@
 """The train state, NNX modules replicated on a mesh of all devices, and the data-parallel train step."""
 
+from typing import TypedDict
+
 import jax
 import numpy as np
 import optax
@@ -8,8 +10,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from model import GPT
 from settings import OptimizerConfig, Settings
 
-TrainState = dict[str, nnx.Module]
-"""`{"model": GPT, "optimizer": nnx.Optimizer}`: what is trained, and what is saved."""
+
+class TrainState(TypedDict):
+    """What is trained, and what is saved: a dict of NNX objects."""
+
+    model: GPT
+    optimizer: nnx.Optimizer[GPT]
 
 
 def create_state(settings: Settings, mesh: Mesh) -> TrainState:
