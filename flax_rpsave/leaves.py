@@ -12,6 +12,7 @@ Values that are no data (functions) are not stored; they are logged, and come fr
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from flax import nnx
@@ -38,7 +40,7 @@ _UNSTORABLE_DTYPES: Final = frozenset(
 )
 _TRANSIENT: Final = (nnx.Intermediate, nnx.Cache, nnx.Perturbation)
 _NNX_NODE: Final = (nnx.Pytree, nnx.Variable)
-_EMPTY_KINDS: Final = {type(None): "None", dict: "Dict", list: "List", tuple: "Tuple"}
+_EMPTY_KINDS: Final[dict[type, str]] = {type(None): "None", dict: "Dict", list: "List", tuple: "Tuple"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,14 @@ class Leaf:
     value: Any
     key_impl: str | None = None
     original: Any = field(default=None, repr=False)
+
+    def without_values(self) -> Leaf:
+        """The leaf with a `jax.ShapeDtypeStruct` for an array: what documents need, and no memory."""
+        value = self.value
+        if isinstance(value, (jax.Array, np.ndarray)):
+            sharding = value.sharding if isinstance(value, jax.Array) else None
+            value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        return dataclasses.replace(self, value=value, original=None)
 
     @property
     def name(self) -> str:
@@ -174,7 +184,9 @@ def flatten(state: Any) -> tuple[list[Leaf], Structure]:
     return leaves, structure
 
 
-def unflatten_to_dicts(paths: Sequence[tuple[str, ...]], key_types: Sequence[tuple[int, ...]], values: Sequence[Any]):
+def unflatten_to_dicts(
+    paths: Sequence[tuple[str, ...]], key_types: Sequence[tuple[int, ...]], values: Sequence[Any]
+) -> Any:
     """Nested dicts and lists from paths: what is returned where there is no target.
 
     Positions of a sequence that are absent (a partial read) are dropped.
@@ -200,11 +212,6 @@ def unflatten_to_dicts(paths: Sequence[tuple[str, ...]], key_types: Sequence[tup
 def _unique(sequences: list[tuple[dict[Any, Any], Any]]) -> list[tuple[dict[Any, Any], Any]]:
     seen = {(id(node), key): (node, key) for node, key in sequences}
     return list(seen.values())
-
-
-def wrap_key(data: jax.Array, impl: str) -> jax.Array:
-    """A typed PRNG key array of the named implementation from its key data."""
-    return jax.random.wrap_key_data(data, impl=impl)
 
 
 def _path_of(keys: Sequence[Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -242,6 +249,7 @@ def _flat_in_state(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _replace_leaves(tree: Any, parts: Mapping[int, Any]) -> Any:
+    treedef: Any
     leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_stops_in_state)
     for part, new in parts.items():
         leaves[part] = new
@@ -258,7 +266,7 @@ def _leaf(path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> Leaf
                 f"leaf {where} was deleted: its buffers were donated to a jitted function. "
                 "Pass the state that the train step returned, not the one that it consumed."
             )
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
             return make("jax.Array", *_key_data(value))
         _check_dtype(where, value.dtype)
         return make("jax.Array", value)
@@ -280,8 +288,8 @@ def _leaf(path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> Leaf
         _log_once(f"leaf {where} is a function and is not stored; on restore it comes from the target")
         return None
     raise UnsupportedLeafError(
-        f"leaf {where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored; a leaf must be "
-        "a JAX or NumPy array, a number, a string or None. Mark it static in its container, or keep it outside the state."
+        f"leaf {where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored; a leaf must "
+        "be a JAX or NumPy array, a number, a string or None. Mark it static in its container, or keep it outside."
     )
 
 

@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from flax_rpsave.leaves import Leaf
-from flax_rpsave.plan import LeafPlan, MeshLayout, SavePlan, as_named_sharding
+from flax_rpsave.planner import LeafPlan, MeshLayout, SavePlan, as_named_sharding
 
 _PACK_NBYTES = 4 << 20  # whole shards up to this size are packed, into vectors of about this size
 _SUB_BYTE_DTYPES = ("int2", "int4", "float4_e2m1fn")
@@ -78,7 +78,7 @@ class _Output:
     @property
     def nbytes(self) -> int:
         """Bytes on one device."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * int(self.dtype.itemsize)
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Snapshotter:
 
     def __init__(self, plan: SavePlan, leaves: Sequence[Leaf], process: int, max_nbytes: int | None = None):
         self.plan = plan
-        self._leaves = [_abstract(leaf) for leaf in leaves]
+        self._leaves = [leaf.without_values() for leaf in leaves]  # no snapshotter keeps a state alive
         self._process = process
         self._on_host = [i for i, leaf in enumerate(leaves) if _stays_on_host(leaf.value)]
         programs = _programs(plan, self._leaves, set(self._on_host))
@@ -185,10 +185,8 @@ class Snapshotter:
                 if self._process == 0 and plan.slices:
                     yield Piece(i, (0,) * value.ndim, np.array(value, order="C", copy=True))
                 continue
-            ids = plan.layout.mesh.device_ids if plan.layout.mesh is not None else ()
             for shard in value.addressable_shards:
-                position = ids.index(shard.device.id) if ids else None
-                replica, shard_index = _place(plan, position)
+                replica, shard_index = _place(plan, shard.device.id)
                 mine = [t for t, owner in enumerate(plan.owners) if owner == replica]
                 data = np.array(shard.data, order="C", copy=True) if mine else None
                 for t in mine:
@@ -196,14 +194,6 @@ class Snapshotter:
                     box = [slice(o, o + c) for o, c in zip(plan.start(t), plan.chunk_shape, strict=True)]
                     piece = _piece(plan, _Item(i, t), shard_index, data, packed=False)
                     yield Piece(i, piece.chunk, data[tuple(box)])
-
-
-def _abstract(leaf: Leaf) -> Leaf:
-    """The leaf without its values, so that no snapshotter keeps a state alive."""
-    value = leaf.value
-    if isinstance(value, jax.Array):
-        value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
-    return Leaf(leaf.path, leaf.key_types, leaf.kind, value)
 
 
 def _stays_on_host(value: Any) -> bool:
@@ -222,28 +212,41 @@ def _stays_on_host(value: Any) -> bool:
 
 
 def _programs(plan: SavePlan, leaves: Sequence[Leaf], on_host: set[int]) -> list[_Program]:
-    by_place: dict[Any, list[int]] = {}
+    by_place: dict[tuple[Mesh | None, Any, tuple[str, ...]], list[int]] = {}
     for i, leaf in enumerate(plan.leaves):
         if i in on_host or not leaf.slices:
             continue
         sharding = leaves[i].value.sharding
         if leaf.layout.mesh is not None:
-            place = (as_named_sharding(sharding, leaf.layout.shape).mesh, None, leaf.layout.replica_axes)
+            leaf_mesh = as_named_sharding(sharding, leaf.layout.shape).mesh
+            assert isinstance(leaf_mesh, Mesh)
+            by_place.setdefault((leaf_mesh, None, leaf.layout.replica_axes), []).append(i)
         else:
-            place = (None, next(iter(sharding.device_set)) if sharding is not None else jax.devices()[0], ())
-        by_place.setdefault(place, []).append(i)
+            device = next(iter(sharding.device_set)) if sharding is not None else jax.devices()[0]
+            by_place.setdefault((None, device, ()), []).append(i)
     programs = []
-    for (mesh, device, axes), members in by_place.items():
+    for (on_mesh, device, axes), members in by_place.items():
+        mesh = on_mesh
+        if mesh is not None and axes and not any(plan.leaves[i].owners.any() for i in members):
+            mesh, axes = _first_replicas(mesh, axes), ()  # the other replicas would only copy for nothing
+        if not (mesh.local_devices if mesh is not None else device.process_index == jax.process_index()):
+            continue
         members.sort(key=lambda i: (plan.leaves[i].layout.shape, plan.leaves[i].layout.dtype.name))
         for k in range(0, len(members), _PROGRAM_LEAVES):
             part = members[k : k + _PROGRAM_LEAVES]
-            outputs = _outputs(plan, part)
+            outputs = _outputs(plan, part, math.prod(mesh.shape[a] for a in axes) if mesh is not None else 1)
             programs.append(_Program(mesh, device, axes, tuple(part), tuple(outputs)))
     return programs
 
 
-def _outputs(plan: SavePlan, members: Sequence[int]) -> list[_Output]:
-    """The rounds and packed vectors of some leaves with the same replicas."""
+def _first_replicas(mesh: Mesh, replica_axes: tuple[str, ...]) -> Mesh:
+    """The part of a mesh that holds replica 0 of each shard."""
+    first = tuple(slice(0, 1) if axis in replica_axes else slice(None) for axis in mesh.axis_names)
+    return Mesh(mesh.devices[first], mesh.axis_names)
+
+
+def _outputs(plan: SavePlan, members: Sequence[int], replicas: int) -> list[_Output]:
+    """The rounds and packed vectors of some leaves, for the first `replicas` replicas."""
     rounds: dict[Any, list[int]] = {}
     packs: dict[Any, list[int]] = {}
     for i in members:
@@ -254,29 +257,31 @@ def _outputs(plan: SavePlan, members: Sequence[int]) -> list[_Output]:
             rounds.setdefault((leaf.layout.shard_shape, leaf.chunk_shape, leaf.layout.dtype), []).append(i)
     outputs = []
     for (_, chunk, dtype), group in rounds.items():
-        queues = _queues(plan, [(i, t) for i in group for t in range(plan.leaves[i].slices)])
+        queues = _queues(plan, [(i, t) for i in group for t in range(plan.leaves[i].slices)], replicas)
         for k in range(max(map(len, queues))):
             items = tuple((_Item(*queue[k]),) if k < len(queue) else () for queue in queues)
             outputs.append(_Output(chunk, dtype, False, items))
     for dtype, group in packs.items():
-        queues = [_cut_queue(plan, queue) for queue in _queues(plan, [(i, 0) for i in group])]
-        for k in range(max(map(len, queues))):
-            packed = [queue[k] if k < len(queue) else () for queue in queues]
-            length = max(sum(math.prod(plan.leaves[i].chunk_shape) for i, _ in items) for items in packed)
-            placed = []
-            for items in packed:
-                offset, done = 0, []
-                for i, t in items:
-                    done.append(_Item(i, t, offset))
-                    offset += math.prod(plan.leaves[i].chunk_shape)
-                placed.append(tuple(done))
-            outputs.append(_Output((length,), dtype, True, tuple(placed)))
+        vectors = [_cut_queue(plan, queue) for queue in _queues(plan, [(i, 0) for i in group], replicas)]
+        for k in range(max(map(len, vectors))):
+            packed = [_packed(plan, vector[k] if k < len(vector) else ()) for vector in vectors]
+            length = max(length for length, _ in packed)
+            outputs.append(_Output((length,), dtype, True, tuple(items for _, items in packed)))
     return outputs
 
 
-def _queues(plan: SavePlan, slices: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def _packed(plan: SavePlan, slices: Sequence[tuple[int, int]]) -> tuple[int, tuple[_Item, ...]]:
+    """(elements, items) of a vector that holds these slices one after the other."""
+    length, items = 0, []
+    for i, t in slices:
+        items.append(_Item(i, t, length))
+        length += math.prod(plan.leaves[i].chunk_shape)
+    return length, tuple(items)
+
+
+def _queues(plan: SavePlan, slices: Sequence[tuple[int, int]], replicas: int) -> list[list[tuple[int, int]]]:
     """For each replica the slices that it owns."""
-    queues: list[list[tuple[int, int]]] = [[] for _ in range(plan.leaves[slices[0][0]].layout.replicas)]
+    queues: list[list[tuple[int, int]]] = [[] for _ in range(replicas)]
     for i, t in slices:
         queues[plan.leaves[i].owners[t]].append((i, t))
     return queues
@@ -336,18 +341,21 @@ def _arguments(program: _Program, leaves: Sequence[Leaf]) -> list[Any]:
     arguments = []
     for i in program.leaves:
         value = leaves[i].value
-        if program.mesh is not None and not isinstance(value.sharding, NamedSharding):
-            value = _as_named(value)
+        if program.mesh is not None:
+            sharding = as_named_sharding(value.sharding, tuple(value.shape))
+            if sharding.mesh != program.mesh:
+                sharding = NamedSharding(program.mesh, sharding.spec)
+            if sharding is not value.sharding:
+                value = _under(value, sharding)
         arguments.append(value)
     return arguments
 
 
-def _as_named(value: Any) -> Any:
-    """The same buffers under the `NamedSharding` that stands for the array's own kind of sharding."""
-    sharding = as_named_sharding(value.sharding, tuple(value.shape))
+def _under(value: Any, sharding: NamedSharding) -> Any:
+    """The same buffers, or some of them, under another sharding that leaves every shard on its device."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    shards = [shard.data for shard in value.addressable_shards]
+    shards = [shard.data for shard in value.addressable_shards if shard.device in sharding.device_set]
     return jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
 
 
@@ -406,17 +414,15 @@ def _jitted(mesh: Mesh | None, replica_axes: tuple[str, ...], specs: tuple[Any, 
     def copy(staging: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> list[jax.Array]:
         del staging  # donated: its memory takes the outputs
         replica = jax.lax.axis_index(replica_axes) if replica_axes else 0
-        return [_copied(*output, replica, leaves)[None] for output in recipe]
+        return [_copied(shape, packed, copies, replica, leaves)[None] for shape, packed, copies in recipe]
 
     if mesh is not None:
         everywhere = PartitionSpec(mesh.axis_names)
-        copy = jax.shard_map(
-            copy, mesh=mesh, in_specs=(everywhere, list(specs)), out_specs=everywhere, check_vma=False
-        )
+        copy = jax.shard_map(copy, mesh=mesh, in_specs=(everywhere, list(specs)), out_specs=everywhere, check_vma=False)
     return jax.jit(copy, donate_argnums=0, keep_unused=True)
 
 
-def _copied(shape: tuple[int, ...], packed: bool, copies: Any, replica: Any, leaves: Sequence[jax.Array]) -> jax.Array:
+def _copied(shape: tuple[int, ...], packed: bool, copies: Any, replica: Any, leaves: Sequence[jax.Array]) -> Any:
     """What a replica puts into one output."""
     busy = next(c for c in copies if c)
     if packed:
@@ -447,17 +453,15 @@ def _copied(shape: tuple[int, ...], packed: bool, copies: Any, replica: Any, lea
 
 def _pieces_of(plan: SavePlan, program: _Program, output: _Output, array: jax.Array) -> Iterator[Piece]:
     """The chunks in one output array, as views of its memory on the CPU."""
-    positions = {} if program.mesh is None else {d.id: p for p, d in enumerate(program.mesh.devices.flat)}
     for shard in array.addressable_shards:
         data: np.ndarray | None = None
-        for item_owner, items in enumerate(output.items):
+        for owner, items in enumerate(output.items):
             for item in items:
                 leaf = plan.leaves[item.leaf]
-                replica, shard_index = _place(leaf, positions.get(shard.device.id))
-                if replica != item_owner:
+                replica, shard_index = _place(leaf, shard.device.id)
+                if replica != owner:
                     break
-                if data is None:
-                    data = np.asarray(shard.data)[0]
+                data = np.asarray(shard.data)[0] if data is None else data
                 yield _piece(leaf, item, shard_index, data, output.packed)
 
 
@@ -474,20 +478,21 @@ def _piece(leaf: LeafPlan, item: _Item, shard_index: tuple[int, ...], data: np.n
     return Piece(item.leaf, chunk, data[valid])
 
 
-def _place(leaf: LeafPlan, position: int | None) -> tuple[int, tuple[int, ...]]:
-    """(replica, index of the shard along each dimension) of the device at a position of the mesh."""
+def _place(leaf: LeafPlan, device: int) -> tuple[int, tuple[int, ...]]:
+    """(replica, index of the shard along each dimension) of what a device holds."""
     layout = leaf.layout
-    if layout.mesh is None or position is None:
+    if layout.mesh is None:
         return 0, (0,) * len(layout.shape)
-    return _place_in_mesh(layout.mesh, layout.replica_axes, layout.spec, position)
+    return _place_in_mesh(layout.mesh, layout.replica_axes, layout.spec, device)
 
 
 @functools.lru_cache(maxsize=65536)
 def _place_in_mesh(
-    mesh: MeshLayout, replica_axes: tuple[str, ...], spec: tuple[tuple[str, ...], ...], position: int
+    mesh: MeshLayout, replica_axes: tuple[str, ...], spec: tuple[tuple[str, ...], ...], device: int
 ) -> tuple[int, tuple[int, ...]]:
     sizes = [size for _, size in mesh.axes]
-    at = dict(zip([name for name, _ in mesh.axes], np.unravel_index(position, sizes), strict=True))
+    position = np.unravel_index(mesh.device_ids.index(device), sizes)
+    at = dict(zip([name for name, _ in mesh.axes], position, strict=True))
 
     def along(axes: Sequence[str]) -> int:
         index = 0

@@ -2,7 +2,7 @@
 
 No devices are touched and nobody talks: every process computes the same plan. A leaf's shard is cut into a regular grid
 of *owner slices*, each of which becomes one stored chunk, and every slice gets one of the R replicas that hold the
-shard as its owner. Invariants (tests/test_plan.py): every element has exactly one owner, the owner holds it, and no
+shard as its owner. Invariants (tests/test_planner.py): every element has exactly one owner, the owner holds it, and no
 chunk has two writers.
 
 How a shard is cut: into w = min(R, max_replicas, shard bytes ÷ min_slice_bytes) slices, along the most major axis in
@@ -273,12 +273,13 @@ def layout_of(name: str, value: Any) -> LeafLayout:
     order = tuple(range(len(shape)))
     if isinstance(value, np.ndarray):
         return LeafLayout(name, shape, dtype, spec=((),) * len(shape), major_to_minor=order)
-    if isinstance(value, jax.Array) and (memory_layout := value.format.layout) is not None:
-        order = tuple(memory_layout.major_to_minor)
-    if sharding is None or isinstance(sharding, SingleDeviceSharding):
-        device = next(iter(sharding.device_set)) if sharding is not None else None
-        where = (device.id, device.process_index) if device is not None else (0, 0)
-        return LeafLayout(name, shape, dtype, None, ((),) * len(shape), where, order)
+    if isinstance(value, jax.Array):
+        order = tuple(getattr(value, "format").layout.major_to_minor)  # noqa: B009 - not declared in jax's stubs
+    if sharding is None:
+        return LeafLayout(name, shape, dtype, None, ((),) * len(shape), (0, 0), order)
+    if isinstance(sharding, SingleDeviceSharding):
+        device = next(iter(sharding.device_set))
+        return LeafLayout(name, shape, dtype, None, ((),) * len(shape), (device.id, device.process_index), order)
     named = as_named_sharding(sharding, shape)
     if getattr(named.spec, "unreduced", None):
         raise UnsupportedLeafError(
@@ -311,7 +312,7 @@ class _Loads:
     """Bytes dealt out so far, by device."""
 
     def __init__(self, layouts: Sequence[LeafLayout]):
-        process_of = {}
+        process_of: dict[int, int] = {}
         for layout in layouts:
             if layout.mesh is not None:
                 process_of.update(zip(layout.mesh.device_ids, layout.mesh.processes, strict=True))
