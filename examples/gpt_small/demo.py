@@ -36,6 +36,7 @@ import flax_rpsave as rps
 HERE = Path(__file__).parent
 TIME_LIMIT_SECS = 600
 POLL_SECS = 0.0005
+PLAN_ROWS = 16
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 """On CPU, XLA's programs repeat bit for bit anyway."""
 
@@ -167,6 +168,16 @@ def _naming(claim: str, differing: list[str]) -> str:
     return f"{claim}; these differ: {', '.join(differing)}" if differing else claim
 
 
+def show_plan(plan: rps.SavePlan) -> None:
+    """The plan's table, of its many rows the first, and the bytes of each device."""
+    header, *rows, balance = str(plan).splitlines()
+    print("\n".join([header, *rows[:PLAN_ROWS]]))
+    if len(rows) > PLAN_ROWS:
+        print(f"… and {len(rows) - PLAN_ROWS} rows more")
+    print(balance)
+    print("bytes by device: " + ", ".join(f"{nbytes:,}" for nbytes in plan.device_bytes.values()))
+
+
 def demonstrate(config: Path, work: Path, checks: Checks) -> None:
     """The demo, in a directory that is empty."""
     settings = Settings.from_yaml(config)
@@ -208,7 +219,7 @@ def demonstrate(config: Path, work: Path, checks: Checks) -> None:
     checks(_naming(f"it restores the same {len(jax.tree.leaves(ours))} arrays", differing), not differing)
 
     print("\n== Who saved what ==", flush=True)
-    print(rps.plan(state, settings.checkpoint))
+    show_plan(rps.plan(state, settings.checkpoint))
 
     print("\n== What each save blocked ==", flush=True)
     for run in (interrupted, straight):

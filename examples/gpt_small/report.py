@@ -8,6 +8,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+import flax_rpsave as rps
+
 
 class Report:
     """The progress bar of a run and its log file.
@@ -39,14 +41,14 @@ class Report:
         self._bar.update(step - self._bar.n)
         self._write({"step": step, "loss": loss.hex()})
 
-    def saved(self, stats: Any) -> None:
+    def saved(self, stats: rps.SaveStats) -> None:
         """A step was committed: the callback's `on_commit`."""
-        blocked_ms = stats.blocking_secs * 1e3
+        blocked_ms = (stats.waited_secs + stats.blocking_secs) * 1e3
         background_secs = stats.write_secs + stats.commit_secs
-        gigabytes = stats.bytes_written / 1e9
+        gigabytes_per_sec = stats.bytes_written / background_secs / 1e9
         tqdm.write(
             f"saved step {stats.step}: blocked {blocked_ms:.1f} ms, {stats.bytes_written:,} bytes, "
-            f"{gigabytes / background_secs:.2f} GB/s in the background"
+            f"{gigabytes_per_sec:.3f} GB/s in the background"
         )
         self._write({"saved": stats.step, "blocked_ms": blocked_ms, "bytes": stats.bytes_written})
 
