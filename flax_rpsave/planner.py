@@ -278,7 +278,7 @@ def layout_of(name: str, value: Any) -> LeafLayout:
     if sharding is None:
         return LeafLayout(name, shape, dtype, None, ((),) * len(shape), (0, 0), order)
     if isinstance(sharding, SingleDeviceSharding):
-        device = next(iter(sharding.device_set))
+        device: Any = next(iter(sharding.device_set))
         return LeafLayout(name, shape, dtype, None, ((),) * len(shape), (device.id, device.process_index), order)
     named = as_named_sharding(sharding, shape)
     if getattr(named.spec, "unreduced", None):
