@@ -175,7 +175,7 @@ def show_plan(plan: rps.SavePlan) -> None:
     if len(rows) > PLAN_ROWS:
         print(f"… and {len(rows) - PLAN_ROWS} rows more")
     print(balance)
-    print("bytes by device: " + ", ".join(f"{nbytes:,}" for nbytes in plan.device_bytes.values()))
+    print("bytes by device: " + " · ".join(f"{device}: {nbytes:,}" for device, nbytes in plan.device_bytes.items()))
 
 
 def demonstrate(config: Path, work: Path, checks: Checks) -> None:

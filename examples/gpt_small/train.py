@@ -47,6 +47,8 @@ def create_mesh(devices: int | None) -> Mesh:
 
 def train(settings: Settings, mesh: Mesh, *, log: str | None) -> None:
     """Train to `settings.steps`, from the newest checkpoint where there is one."""
+    if settings.data.batch_size % mesh.size:
+        raise SystemExit(f"{mesh.size} devices must divide the batch size, {settings.data.batch_size}: see --devices")
     batches = ShuffledBatches(
         load_tokens(settings.data),
         batch_size=settings.data.batch_size,
