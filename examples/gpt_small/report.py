@@ -20,8 +20,9 @@ class Report:
 
     def __init__(self, path: str | Path | None, *, num_steps: int):
         self._path = path
+        self._num_steps = num_steps
         self._lock = threading.Lock()
-        self._bar = tqdm(total=num_steps, unit="step", disable=None)
+        self._bar = tqdm(disable=True)  # until the first step is known
 
     def __enter__(self) -> "Report":
         return self
@@ -31,14 +32,13 @@ class Report:
 
     def start(self, step: int) -> None:
         """The run starts, or goes on, after `step` steps."""
-        tqdm.write(f"training from step {step} to {self._bar.total}")
-        self._bar.initial = step
-        self._bar.reset()
+        tqdm.write(f"training from step {step} to {self._num_steps}")
+        self._bar = tqdm(total=self._num_steps, initial=step, unit="step", disable=None)
 
     def step(self, step: int, loss: float) -> None:
         """A step was made."""
         self._bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
-        self._bar.update(step - self._bar.n)
+        self._bar.update()
         self._write({"step": step, "loss": loss.hex()})
 
     def saved(self, stats: rps.SaveStats) -> None:
