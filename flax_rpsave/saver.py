@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from flax_rpsave.agreement import Group
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory
-from flax_rpsave.errors import SaveError
+from flax_rpsave.errors import ConfigError, SaveError
 from flax_rpsave.leaves import Leaf, flatten
 from flax_rpsave.planner import layout_of, plan_leaves
 from flax_rpsave.snapshot import Snapshotter
@@ -42,6 +42,10 @@ class Saver:
         context: ts.Context,
         on_commit: Callable[[SaveStats], None] | None = None,
     ):
+        if config.replica_parallel.check_divergence is not None:
+            raise ConfigError(
+                "checkpoint.replica_parallel.check_divergence: comparing replicas is not in this version yet"
+            )
         self.config = config
         self.nonce = secrets.token_hex(4)
         self.group = Group(config.commit_timeout_secs)
