@@ -8,7 +8,8 @@ A program is a `shard_map` in which every device copies the slices that the plan
 code, so what differs between them comes from tables indexed by `axis_index`: in *round* k each replica takes its k-th
 slice of a group of equal leaves (a `switch` over the leaf, a `dynamic_slice` at its start), and slices that are whole
 small shards are *packed*: each replica's are flattened into one vector. Nothing is copied that need not be: the outputs
-hold 1/R of the state, but for what idle replicas copy in the last round of a group.
+hold 1/R of the state, but for what idle replicas copy in the last round of a group. Programs are compiled and called under settings of
+their own (`_own_settings`), so the ambient mesh and the debugging flags of the train loop do not matter.
 
 The previous snapshot's arrays are donated to the next program, which writes into their memory: staging memory is
 touched for the first time only once. On accelerators they are dropped instead, so that the memory is the user's again
@@ -21,7 +22,7 @@ import functools
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,10 +84,9 @@ class _Output:
 
 @dataclass
 class _Program:
-    """The outputs taken from the leaves of one mesh (or one device) with one set of replica axes."""
+    """The outputs taken from the leaves of one mesh (or one device: a mesh of one) with one set of replica axes."""
 
-    mesh: Mesh | None
-    device: Any
+    mesh: Mesh
     replica_axes: tuple[str, ...]
     leaves: tuple[int, ...]
     outputs: tuple[_Output, ...]
@@ -159,10 +159,8 @@ class Snapshotter:
         """Dispatches the copies of one group; the first group has the host values too."""
         taken = []
         for program in self._groups[group] if self._groups else []:
-            executable = self._executable(program)
-            staging, program.staging = program.staging, None
-            arrays = executable(staging if staging is not None else _new_staging(program), _arguments(program, leaves))
-            if _platform(program) != "cpu":
+            arrays = self._run(program, leaves)
+            if program.mesh.devices.flat[0].platform != "cpu":
                 for array in arrays:
                     array.copy_to_host_async()
             elif len(self._groups) == 1:
@@ -171,10 +169,17 @@ class Snapshotter:
         host = tuple(self._host_pieces(leaves)) if group == 0 else ()
         return Snapshot(self.plan, host, taken)
 
+    def _run(self, program: _Program, leaves: Sequence[Leaf]) -> list[jax.Array]:
+        executable = self._executable(program)
+        with _own_settings(program.mesh):
+            staging, program.staging = program.staging or _new_staging(program), None
+            arguments = _arguments(program, leaves)
+            return list(executable(staging, arguments))
+
     def _executable(self, program: _Program) -> Any:
         with program.lock:
             if program.executable is None:
-                program.executable = _lower(self.plan, program, self._leaves).compile()
+                program.executable = _compiled(self.plan, program, self._leaves)
             return program.executable
 
     def _host_pieces(self, leaves: Sequence[Leaf]) -> Iterator[Piece]:
@@ -211,32 +216,56 @@ def _stays_on_host(value: Any) -> bool:
     return sharding.memory_kind is not None and sharding.memory_kind != device.default_memory().kind
 
 
+@contextmanager
+def _own_settings(mesh: Mesh) -> Iterator[None]:
+    """Keeps what the caller's thread has set from changing what a program computes, refuses or runs on.
+
+    The ambient mesh must be the program's own; 64-bit arrays may come from an `enable_x64` block that has ended, and
+    uninitialised staging memory or a state with NaNs is no bug to stop at.
+    """
+    with (
+        jax.set_mesh(mesh),
+        jax.enable_x64(True),
+        jax.disable_jit(False),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+    ):
+        yield
+
+
 def _programs(plan: SavePlan, leaves: Sequence[Leaf], on_host: set[int]) -> list[_Program]:
-    by_place: dict[tuple[Mesh | None, Any, tuple[str, ...]], list[int]] = {}
+    by_place: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
     for i, leaf in enumerate(plan.leaves):
-        if i in on_host or not leaf.slices:
-            continue
-        sharding = leaves[i].value.sharding
-        if leaf.layout.mesh is not None:
-            leaf_mesh = as_named_sharding(sharding, leaf.layout.shape).mesh
-            assert isinstance(leaf_mesh, Mesh)
-            by_place.setdefault((leaf_mesh, None, leaf.layout.replica_axes), []).append(i)
-        else:
-            device = next(iter(sharding.device_set)) if sharding is not None else jax.devices()[0]
-            by_place.setdefault((None, device, ()), []).append(i)
+        if i not in on_host and leaf.slices:
+            mesh = _named(leaves[i].value).mesh
+            assert isinstance(mesh, Mesh)
+            by_place.setdefault((mesh, leaf.layout.replica_axes), []).append(i)
     programs = []
-    for (on_mesh, device, axes), members in by_place.items():
-        mesh = on_mesh
-        if mesh is not None and axes and not any(plan.leaves[i].owners.any() for i in members):
+    for (mesh, axes), members in by_place.items():
+        if axes and not any(plan.leaves[i].owners.any() for i in members):
             mesh, axes = _first_replicas(mesh, axes), ()  # the other replicas would only copy for nothing
-        if not (mesh.local_devices if mesh is not None else device.process_index == jax.process_index()):
+        if not mesh.local_devices:
             continue
         members.sort(key=lambda i: (plan.leaves[i].layout.shape, plan.leaves[i].layout.dtype.name))
         for k in range(0, len(members), _PROGRAM_LEAVES):
             part = members[k : k + _PROGRAM_LEAVES]
-            outputs = _outputs(plan, part, math.prod(mesh.shape[a] for a in axes) if mesh is not None else 1)
-            programs.append(_Program(mesh, device, axes, tuple(part), tuple(outputs)))
+            outputs = _outputs(plan, part, math.prod(mesh.shape[a] for a in axes))
+            programs.append(_Program(mesh, axes, tuple(part), tuple(outputs)))
     return programs
+
+
+def _named(value: Any) -> NamedSharding:
+    """The sharding over a mesh; for what lies on a single device (or anywhere) a mesh of one."""
+    sharding = value.sharding
+    if sharding is None or isinstance(sharding, SingleDeviceSharding):
+        device = next(iter(sharding.device_set)) if sharding is not None else jax.devices()[0]
+        return NamedSharding(_mesh_of_one(device), PartitionSpec())
+    return as_named_sharding(sharding, tuple(value.shape))
+
+
+@functools.cache
+def _mesh_of_one(device: jax.Device) -> Mesh:
+    return Mesh(np.array([device]), ("device",))
 
 
 def _first_replicas(mesh: Mesh, replica_axes: tuple[str, ...]) -> Mesh:
@@ -308,81 +337,66 @@ def _by_budget(programs: Sequence[_Program], max_nbytes: int | None) -> list[lis
     groups: list[list[_Program]] = []
     room = 0
     for program in programs:
-        copies = max(1, _local_nbytes(program) // max(1, program.nbytes))
         for output in program.outputs:
-            nbytes = output.nbytes * copies
-            leaves = tuple(sorted({item.leaf for items in output.items for item in items}))
+            nbytes = output.nbytes * len(program.mesh.local_devices)
+            leaves = {item.leaf for items in output.items for item in items}
             if not groups or nbytes > room:
                 groups.append([])
                 room = max_nbytes
             room -= nbytes
-            place = (program.mesh, program.device, program.replica_axes)
             last = groups[-1][-1] if groups[-1] else None
-            if last is not None and (last.mesh, last.device, last.replica_axes) == place:
-                last.outputs = (*last.outputs, output)
-                last.leaves = tuple(sorted({*last.leaves, *leaves}))
-            else:
-                groups[-1].append(_Program(*place, leaves, (output,)))
+            if last is None or (last.mesh, last.replica_axes) != (program.mesh, program.replica_axes):
+                last = _Program(program.mesh, program.replica_axes, (), ())
+                groups[-1].append(last)
+            last.outputs = (*last.outputs, output)
+            last.leaves = tuple(sorted(leaves.union(last.leaves)))
     return groups
 
 
 def _local_nbytes(program: _Program) -> int:
-    if program.mesh is None:
-        return program.nbytes
     return program.nbytes * len(program.mesh.local_devices)
 
 
-def _platform(program: _Program) -> str:
-    device = program.device if program.mesh is None else program.mesh.devices.flat[0]
-    return str(device.platform)
-
-
 def _arguments(program: _Program, leaves: Sequence[Leaf]) -> list[Any]:
+    """The leaves as arrays on the program's mesh: the same buffers, or those of them that it needs."""
     arguments = []
     for i in program.leaves:
         value = leaves[i].value
-        if program.mesh is not None:
-            sharding = as_named_sharding(value.sharding, tuple(value.shape))
-            if sharding.mesh != program.mesh:
-                sharding = NamedSharding(program.mesh, sharding.spec)
-            if sharding is not value.sharding:
-                value = _under(value, sharding)
+        sharding = _named(value)
+        if sharding.mesh != program.mesh:
+            sharding = NamedSharding(program.mesh, sharding.spec)
+        if sharding is not value.sharding:
+            shards = [shard.data for shard in value.addressable_shards if shard.device in sharding.device_set]
+            value = jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
         arguments.append(value)
     return arguments
 
 
-def _under(value: Any, sharding: NamedSharding) -> Any:
-    """The same buffers, or some of them, under another sharding that leaves every shard on its device."""
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    shards = [shard.data for shard in value.addressable_shards if shard.device in sharding.device_set]
-    return jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
+def _abstract_arguments(program: _Program, leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
+    arguments = []
+    for i in program.leaves:
+        value = leaves[i].value
+        sharding = NamedSharding(program.mesh, _named(value).spec)
+        arguments.append(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+    return arguments
 
 
-def _staging_shape(program: _Program, output: _Output) -> tuple[tuple[int, ...], Any]:
-    if program.mesh is None:
-        return (1, *output.shape), SingleDeviceSharding(program.device)
-    names = program.mesh.axis_names
-    return (program.mesh.size, *output.shape), NamedSharding(program.mesh, PartitionSpec(names))
-
-
-def _abstract_staging(program: _Program) -> list[Any]:
-    shapes = [_staging_shape(program, output) for output in program.outputs]
+def _abstract_staging(program: _Program) -> list[jax.ShapeDtypeStruct]:
+    everywhere = NamedSharding(program.mesh, PartitionSpec(program.mesh.axis_names))
     return [
-        jax.ShapeDtypeStruct(shape, output.dtype, sharding=sharding)
-        for output, (shape, sharding) in zip(program.outputs, shapes, strict=True)
+        jax.ShapeDtypeStruct((program.mesh.size, *output.shape), output.dtype, sharding=everywhere)
+        for output in program.outputs
     ]
 
 
 def _new_staging(program: _Program) -> list[jax.Array]:
     """Staging memory for the first snapshot, made on every device by one small program."""
-    shapes = [_staging_shape(program, output) for output in program.outputs]
-    dtypes = [output.dtype for output in program.outputs]
+    abstract = _abstract_staging(program)
 
     def empty() -> list[jax.Array]:
-        return [jnp.empty(shape, dtype) for (shape, _), dtype in zip(shapes, dtypes, strict=True)]
+        return [jnp.empty(array.shape, array.dtype) for array in abstract]
 
-    return list(jax.jit(empty, out_shardings=[sharding for _, sharding in shapes])())
+    return list(jax.jit(empty, out_shardings=[array.sharding for array in abstract])())
 
 
 def _recipe(plan: SavePlan, program: _Program) -> tuple[Any, ...]:
@@ -402,23 +416,22 @@ def _recipe(plan: SavePlan, program: _Program) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _lower(plan: SavePlan, program: _Program, leaves: Sequence[Leaf]) -> Any:
+def _compiled(plan: SavePlan, program: _Program, leaves: Sequence[Leaf]) -> Any:
     specs = tuple(PartitionSpec(*(axes or None for axes in plan.leaves[i].layout.spec)) for i in program.leaves)
     function = _jitted(program.mesh, program.replica_axes, specs, _recipe(plan, program))
-    with jax.set_mesh(program.mesh) if program.mesh is not None else nullcontext():
-        return function.lower(_abstract_staging(program), _arguments(program, leaves))
+    with _own_settings(program.mesh):
+        return function.lower(_abstract_staging(program), _abstract_arguments(program, leaves)).compile()
 
 
 @functools.lru_cache(maxsize=256)
-def _jitted(mesh: Mesh | None, replica_axes: tuple[str, ...], specs: tuple[Any, ...], recipe: tuple[Any, ...]) -> Any:
+def _jitted(mesh: Mesh, replica_axes: tuple[str, ...], specs: tuple[Any, ...], recipe: tuple[Any, ...]) -> Any:
     def copy(staging: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> list[jax.Array]:
         del staging  # donated: its memory takes the outputs
         replica = jax.lax.axis_index(replica_axes) if replica_axes else 0
         return [_copied(shape, packed, copies, replica, leaves)[None] for shape, packed, copies in recipe]
 
-    if mesh is not None:
-        everywhere = PartitionSpec(mesh.axis_names)
-        copy = jax.shard_map(copy, mesh=mesh, in_specs=(everywhere, list(specs)), out_specs=everywhere, check_vma=False)
+    everywhere = PartitionSpec(mesh.axis_names)
+    copy = jax.shard_map(copy, mesh=mesh, in_specs=(everywhere, list(specs)), out_specs=everywhere, check_vma=False)
     return jax.jit(copy, donate_argnums=0, keep_unused=True)
 
 
