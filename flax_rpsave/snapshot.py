@@ -19,6 +19,7 @@ between saves. NumPy, host-memory and sub-byte leaves are copied in the call.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from flax_rpsave.leaves import Leaf
@@ -90,6 +92,7 @@ class _Program:
     replica_axes: tuple[str, ...]
     leaves: tuple[int, ...]
     outputs: tuple[_Output, ...]
+    layouts: tuple[Layout | None, ...] = ()
     staging: list[jax.Array] | None = None
     executable: Any = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -138,6 +141,8 @@ class Snapshotter:
         self._on_host = [i for i, leaf in enumerate(leaves) if _stays_on_host(leaf.value)]
         programs = _programs(plan, self._leaves, set(self._on_host))
         self._groups = _by_budget(programs, max_nbytes)
+        for program in itertools.chain(*self._groups):
+            program.layouts = _layouts(program, leaves)
 
     @property
     def groups(self) -> int:
@@ -174,7 +179,15 @@ class Snapshotter:
         with _own_settings(program.mesh):
             staging, program.staging = program.staging or _new_staging(program), None
             arguments = _arguments(program, leaves)
-            return list(executable(staging, arguments))
+            try:
+                return list(executable(staging, arguments))
+            except ValueError:
+                # Asking every array for its layout is slow, so only a refusal makes us look whether it has changed.
+                if (layouts := _layouts(program, leaves)) == program.layouts:
+                    raise
+            with program.lock:
+                program.layouts, program.executable = layouts, None
+            return list(self._executable(program)(staging, arguments))
 
     def _executable(self, program: _Program) -> Any:
         with program.lock:
@@ -357,6 +370,16 @@ def _local_nbytes(program: _Program) -> int:
     return program.nbytes * len(program.mesh.local_devices)
 
 
+def _layouts(program: _Program, leaves: Sequence[Leaf]) -> tuple[Layout | None, ...]:
+    """The memory layout of each of the program's leaves; None for the usual one."""
+    layouts = []
+    for i in program.leaves:
+        layout: Any = leaves[i].value.format.layout
+        usual = layout is None or tuple(layout.major_to_minor) == tuple(range(len(leaves[i].value.shape)))
+        layouts.append(None if usual else layout)
+    return tuple(layouts)
+
+
 def _arguments(program: _Program, leaves: Sequence[Leaf]) -> list[Any]:
     """The leaves as arrays on the program's mesh: the same buffers, or those of them that it needs."""
     arguments = []
@@ -374,10 +397,11 @@ def _arguments(program: _Program, leaves: Sequence[Leaf]) -> list[Any]:
 
 def _abstract_arguments(program: _Program, leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
     arguments = []
-    for i in program.leaves:
+    for i, layout in zip(program.leaves, program.layouts, strict=True):
         value = leaves[i].value
         sharding = NamedSharding(program.mesh, _named(value).spec)
-        arguments.append(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+        place: Any = sharding if layout is None else Format(layout, sharding)
+        arguments.append(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place))
     return arguments
 
 

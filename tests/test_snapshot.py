@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_same_tree, bits
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from models import adam_state, replicated
 
@@ -153,6 +154,27 @@ def test_a_budget_cuts_the_save_into_groups_that_fit_it(zoo, max_nbytes):
     assert snapshotter.groups > 1
     largest_output = 1200 * 1000 * 4
     assert snapshotter.staging_nbytes <= max(max_nbytes, largest_output)
+
+
+def test_the_memory_layout_of_a_leaf_does_not_matter():
+    def laid_out(order, sharding, *shape):
+        return jax.device_put(values(*shape), Format(Layout(order), sharding))
+
+    state = {
+        "replicated": laid_out((1, 0), NamedSharding(MESH, P()), 24, 10),
+        "sharded": laid_out((2, 0, 1), NamedSharding(MESH, P(None, "x")), 4, 8, 6),
+        "single": laid_out((1, 0), SingleDeviceSharding(DEVICES[2]), 5, 3),
+    }
+    check(state)
+    check(state, ReplicaParallelConfig(enable=False))
+
+
+def test_the_memory_layout_of_a_leaf_may_change_between_saves():
+    usual = {"w": put(values(24, 10)), "one": jax.device_put(values(5, 3), DEVICES[2])}
+    other = jax.tree.map(lambda x: jax.device_put(x, Format(Layout((1, 0)), x.sharding)), usual)
+    snapshotter = snapshotter_for(usual)
+    for state in (usual, other, other, usual):
+        assert put_together(snapshotter.plan, take_all(snapshotter, state)) == host_copy(usual)
 
 
 def test_report_8_a_state_may_be_donated_at_once():
