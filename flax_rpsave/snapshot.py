@@ -8,7 +8,8 @@ A program is a `shard_map` in which every device copies the slices that the plan
 code, so what differs between them comes from tables indexed by `axis_index`: in *round* k each replica takes its k-th
 slice of a group of equal leaves (a `switch` over the leaf, a `dynamic_slice` at its start), and slices that are whole
 small shards are *packed*: each replica's are flattened into one vector. Nothing is copied that need not be: the outputs
-hold 1/R of the state, but for what idle replicas copy in the last round of a group. Programs are compiled and called under settings of
+hold 1/R of the state, but for what idle replicas copy in the last round of a group. Bits are copied, not numbers: XLA
+may compute with short floats in a longer type, which changes NaNs. Programs are compiled and called under settings of
 their own (`_own_settings`), so the ambient mesh and the debugging flags of the train loop do not matter.
 
 The previous snapshot's arrays are donated to the next program, which writes into their memory: staging memory is
@@ -408,9 +409,15 @@ def _abstract_arguments(program: _Program, leaves: Sequence[Leaf]) -> list[jax.S
 def _abstract_staging(program: _Program) -> list[jax.ShapeDtypeStruct]:
     everywhere = NamedSharding(program.mesh, PartitionSpec(program.mesh.axis_names))
     return [
-        jax.ShapeDtypeStruct((program.mesh.size, *output.shape), output.dtype, sharding=everywhere)
+        jax.ShapeDtypeStruct((program.mesh.size, *output.shape), _bits_dtype(output.dtype), sharding=everywhere)
         for output in program.outputs
     ]
+
+
+def _bits_dtype(dtype: Any) -> Any:
+    """The type under which the bits of elements travel."""
+    short_float = dtype.kind in "fV" and dtype.itemsize <= 2
+    return np.dtype(f"uint{8 * dtype.itemsize}") if short_float else dtype
 
 
 def _new_staging(program: _Program) -> list[jax.Array]:
@@ -452,6 +459,10 @@ def _jitted(mesh: Mesh, replica_axes: tuple[str, ...], specs: tuple[Any, ...], r
     def copy(staging: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> list[jax.Array]:
         del staging  # donated: its memory takes the outputs
         replica = jax.lax.axis_index(replica_axes) if replica_axes else 0
+        leaves = [
+            leaf if (bits := _bits_dtype(leaf.dtype)) == leaf.dtype else jax.lax.bitcast_convert_type(leaf, bits)
+            for leaf in leaves
+        ]
         return [_copied(shape, packed, copies, replica, leaves)[None] for shape, packed, copies in recipe]
 
     everywhere = PartitionSpec(mesh.axis_names)
@@ -498,7 +509,7 @@ def _pieces_of(plan: SavePlan, program: _Program, output: _Output, array: jax.Ar
                 replica, shard_index = _place(leaf, shard.device.id)
                 if replica != owner:
                     break
-                data = np.asarray(shard.data)[0] if data is None else data
+                data = np.asarray(shard.data)[0].view(output.dtype) if data is None else data
                 yield _piece(leaf, item, shard_index, data, output.packed)
 
 

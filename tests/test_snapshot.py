@@ -22,6 +22,17 @@ from flax_rpsave.snapshot import Snapshotter
 FINE = ReplicaParallelConfig(min_slice_bytes=1)
 DEVICES = np.array(jax.devices())
 MESH = Mesh(DEVICES.reshape(4, 2), ("x", "y"))
+SHORT_FLOATS = [
+    "bfloat16",
+    "float16",
+    "float8_e3m4",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+]
 
 
 def put(value, spec=None, mesh=MESH, **kwargs):
@@ -154,6 +165,13 @@ def test_a_budget_cuts_the_save_into_groups_that_fit_it(zoo, max_nbytes):
     assert snapshotter.groups > 1
     largest_output = 1200 * 1000 * 4
     assert snapshotter.staging_nbytes <= max(max_nbytes, largest_output)
+
+
+@pytest.mark.parametrize("dtype", SHORT_FLOATS)
+def test_every_bit_pattern_of_a_short_float_survives(dtype):
+    size = np.dtype(dtype).itemsize
+    every = np.arange(256**size, dtype=f"uint{8 * size}").view(dtype)
+    check({"sliced": put(every), "packed": put(every[::-1].copy(), P(("x", "y"))), "both": put(every, P("x"))})
 
 
 def test_the_memory_layout_of_a_leaf_does_not_matter():
