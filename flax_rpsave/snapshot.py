@@ -351,19 +351,19 @@ def _by_budget(programs: Sequence[_Program], max_nbytes: int | None) -> list[lis
     groups: list[list[_Program]] = []
     room = 0
     for program in programs:
+        part: _Program | None = None  # what of this program is in the last group
         for output in program.outputs:
             nbytes = output.nbytes * len(program.mesh.local_devices)
             leaves = {item.leaf for items in output.items for item in items}
             if not groups or nbytes > room:
                 groups.append([])
-                room = max_nbytes
+                room, part = max_nbytes, None
             room -= nbytes
-            last = groups[-1][-1] if groups[-1] else None
-            if last is None or (last.mesh, last.replica_axes) != (program.mesh, program.replica_axes):
-                last = _Program(program.mesh, program.replica_axes, (), ())
-                groups[-1].append(last)
-            last.outputs = (*last.outputs, output)
-            last.leaves = tuple(sorted(leaves.union(last.leaves)))
+            if part is None:
+                part = _Program(program.mesh, program.replica_axes, (), ())
+                groups[-1].append(part)
+            part.outputs = (*part.outputs, output)
+            part.leaves = tuple(sorted(leaves.union(part.leaves)))
     return groups
 
 
