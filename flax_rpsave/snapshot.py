@@ -8,7 +8,9 @@ A program is a `shard_map` in which every device copies the slices that the plan
 code, so what differs between them comes from tables indexed by `axis_index`: in *round* k each replica takes its k-th
 slice of a group of equal leaves (a `switch` over the leaf, a `dynamic_slice` at its start), and slices that are whole
 small shards are *packed*: each replica's are flattened into one vector. Nothing is copied that need not be: the outputs
-hold 1/R of the state, but for what idle replicas copy in the last round of a group.
+hold 1/R of the state, but for what idle replicas copy in the last round of a group. Bits are copied, not numbers: XLA
+may compute with short floats in a longer type, which changes NaNs. Programs are compiled and called under settings of
+their own (`_own_settings`), so the ambient mesh and the debugging flags of the train loop do not matter.
 
 The previous snapshot's arrays are donated to the next program, which writes into their memory: staging memory is
 touched for the first time only once. On accelerators they are dropped instead, so that the memory is the user's again
@@ -18,16 +20,18 @@ between saves. NumPy, host-memory and sub-byte leaves are copied in the call.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from flax_rpsave.leaves import Leaf
@@ -83,13 +87,13 @@ class _Output:
 
 @dataclass
 class _Program:
-    """The outputs taken from the leaves of one mesh (or one device) with one set of replica axes."""
+    """The outputs taken from the leaves of one mesh (or one device: a mesh of one) with one set of replica axes."""
 
-    mesh: Mesh | None
-    device: Any
+    mesh: Mesh
     replica_axes: tuple[str, ...]
     leaves: tuple[int, ...]
     outputs: tuple[_Output, ...]
+    layouts: tuple[Layout | None, ...] = ()
     staging: list[jax.Array] | None = None
     executable: Any = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -138,6 +142,8 @@ class Snapshotter:
         self._on_host = [i for i, leaf in enumerate(leaves) if _stays_on_host(leaf.value)]
         programs = _programs(plan, self._leaves, set(self._on_host))
         self._groups = _by_budget(programs, max_nbytes)
+        for program in itertools.chain(*self._groups):
+            program.layouts = _layouts(program, leaves)
 
     @property
     def groups(self) -> int:
@@ -159,10 +165,8 @@ class Snapshotter:
         """Dispatches the copies of one group; the first group has the host values too."""
         taken = []
         for program in self._groups[group] if self._groups else []:
-            executable = self._executable(program)
-            staging, program.staging = program.staging, None
-            arrays = executable(staging if staging is not None else _new_staging(program), _arguments(program, leaves))
-            if _platform(program) != "cpu":
+            arrays = self._run(program, leaves)
+            if program.mesh.devices.flat[0].platform != "cpu":
                 for array in arrays:
                     array.copy_to_host_async()
             elif len(self._groups) == 1:
@@ -171,10 +175,25 @@ class Snapshotter:
         host = tuple(self._host_pieces(leaves)) if group == 0 else ()
         return Snapshot(self.plan, host, taken)
 
+    def _run(self, program: _Program, leaves: Sequence[Leaf]) -> list[jax.Array]:
+        executable = self._executable(program)
+        with _own_settings(program.mesh):
+            staging, program.staging = program.staging or _new_staging(program), None
+            arguments = _arguments(program, leaves)
+            try:
+                return list(executable(staging, arguments))
+            except ValueError:
+                # Asking every array for its layout is slow, so only a refusal makes us look whether it has changed.
+                if (layouts := _layouts(program, leaves)) == program.layouts:
+                    raise
+            with program.lock:
+                program.layouts, program.executable = layouts, None
+            return list(self._executable(program)(staging, arguments))
+
     def _executable(self, program: _Program) -> Any:
         with program.lock:
             if program.executable is None:
-                program.executable = _lower(self.plan, program, self._leaves).compile()
+                program.executable = _compiled(self.plan, program, self._leaves)
             return program.executable
 
     def _host_pieces(self, leaves: Sequence[Leaf]) -> Iterator[Piece]:
@@ -211,34 +230,59 @@ def _stays_on_host(value: Any) -> bool:
     return sharding.memory_kind is not None and sharding.memory_kind != device.default_memory().kind
 
 
+@contextmanager
+def _own_settings(mesh: Mesh) -> Iterator[None]:
+    """Keeps what the caller's thread has set from changing what a program computes, refuses or runs on.
+
+    The ambient mesh must be the program's own; 64-bit arrays may come from an `enable_x64` block that has ended, and
+    uninitialised staging memory or a state with NaNs is no bug to stop at.
+    """
+    with (
+        jax.set_mesh(mesh),
+        jax.enable_x64(True),
+        jax.disable_jit(False),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+    ):
+        yield
+
+
 def _programs(plan: SavePlan, leaves: Sequence[Leaf], on_host: set[int]) -> list[_Program]:
-    by_place: dict[tuple[Mesh | None, Any, tuple[str, ...]], list[int]] = {}
+    by_place: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
     for i, leaf in enumerate(plan.leaves):
         if i in on_host or not leaf.slices:
             continue
-        sharding = leaves[i].value.sharding
-        if leaf.layout.mesh is not None:
-            leaf_mesh = as_named_sharding(sharding, leaf.layout.shape).mesh
-            assert isinstance(leaf_mesh, Mesh)
-            by_place.setdefault((leaf_mesh, None, leaf.layout.replica_axes), []).append(i)
-        else:
-            device = next(iter(sharding.device_set)) if sharding is not None else jax.local_devices()[0]
-            if leaf.layout.device is None and jax.process_index() > 0:
-                continue  # every process has such a leaf for itself: process 0 saves its own
-            by_place.setdefault((None, device, ()), []).append(i)
+        if leaf.layout.mesh is None and leaf.layout.device is None and jax.process_index() > 0:
+            continue  # every process has such a leaf for itself: process 0 saves its own
+        mesh = _named(leaves[i].value).mesh
+        assert isinstance(mesh, Mesh)
+        by_place.setdefault((mesh, leaf.layout.replica_axes), []).append(i)
     programs = []
-    for (on_mesh, device, axes), members in by_place.items():
-        mesh = on_mesh
-        if mesh is not None and axes and not any(plan.leaves[i].owners.any() for i in members):
+    for (mesh, axes), members in by_place.items():
+        if axes and not any(plan.leaves[i].owners.any() for i in members):
             mesh, axes = _first_replicas(mesh, axes), ()  # the other replicas would only copy for nothing
-        if not (mesh.local_devices if mesh is not None else device.process_index == jax.process_index()):
+        if not mesh.local_devices:
             continue
         members.sort(key=lambda i: (plan.leaves[i].layout.shape, plan.leaves[i].layout.dtype.name))
         for k in range(0, len(members), _PROGRAM_LEAVES):
             part = members[k : k + _PROGRAM_LEAVES]
-            outputs = _outputs(plan, part, math.prod(mesh.shape[a] for a in axes) if mesh is not None else 1)
-            programs.append(_Program(mesh, device, axes, tuple(part), tuple(outputs)))
+            outputs = _outputs(plan, part, math.prod(mesh.shape[a] for a in axes))
+            programs.append(_Program(mesh, axes, tuple(part), tuple(outputs)))
     return programs
+
+
+def _named(value: Any) -> NamedSharding:
+    """The sharding over a mesh; for what lies on a single device (or anywhere) a mesh of one."""
+    sharding = value.sharding
+    if sharding is None or isinstance(sharding, SingleDeviceSharding):
+        device = next(iter(sharding.device_set)) if sharding is not None else jax.local_devices()[0]
+        return NamedSharding(_mesh_of_one(device), PartitionSpec())
+    return as_named_sharding(sharding, tuple(value.shape))
+
+
+@functools.cache
+def _mesh_of_one(device: jax.Device) -> Mesh:
+    return Mesh(np.array([device]), ("device",))
 
 
 def _first_replicas(mesh: Mesh, replica_axes: tuple[str, ...]) -> Mesh:
@@ -310,80 +354,82 @@ def _by_budget(programs: Sequence[_Program], max_nbytes: int | None) -> list[lis
     groups: list[list[_Program]] = []
     room = 0
     for program in programs:
-        copies = max(1, _local_nbytes(program) // max(1, program.nbytes))
+        part: _Program | None = None  # what of this program is in the last group
         for output in program.outputs:
-            nbytes = output.nbytes * copies
-            leaves = tuple(sorted({item.leaf for items in output.items for item in items}))
+            nbytes = output.nbytes * len(program.mesh.local_devices)
+            leaves = {item.leaf for items in output.items for item in items}
             if not groups or nbytes > room:
                 groups.append([])
-                room = max_nbytes
+                room, part = max_nbytes, None
             room -= nbytes
-            place = (program.mesh, program.device, program.replica_axes)
-            last = groups[-1][-1] if groups[-1] else None
-            if last is not None and (last.mesh, last.device, last.replica_axes) == place:
-                last.outputs = (*last.outputs, output)
-                last.leaves = tuple(sorted({*last.leaves, *leaves}))
-            else:
-                groups[-1].append(_Program(*place, leaves, (output,)))
+            if part is None:
+                part = _Program(program.mesh, program.replica_axes, (), ())
+                groups[-1].append(part)
+            part.outputs = (*part.outputs, output)
+            part.leaves = tuple(sorted(leaves.union(part.leaves)))
     return groups
 
 
 def _local_nbytes(program: _Program) -> int:
-    if program.mesh is None:
-        return program.nbytes
     return program.nbytes * len(program.mesh.local_devices)
 
 
-def _platform(program: _Program) -> str:
-    device = program.device if program.mesh is None else program.mesh.devices.flat[0]
-    return str(device.platform)
+def _layouts(program: _Program, leaves: Sequence[Leaf]) -> tuple[Layout | None, ...]:
+    """The memory layout of each of the program's leaves; None for the usual one."""
+    layouts = []
+    for i in program.leaves:
+        layout: Any = leaves[i].value.format.layout
+        usual = layout is None or tuple(layout.major_to_minor) == tuple(range(len(leaves[i].value.shape)))
+        layouts.append(None if usual else layout)
+    return tuple(layouts)
 
 
 def _arguments(program: _Program, leaves: Sequence[Leaf]) -> list[Any]:
+    """The leaves as arrays on the program's mesh: the same buffers, or those of them that it needs."""
     arguments = []
     for i in program.leaves:
         value = leaves[i].value
-        if program.mesh is not None:
-            sharding = value.sharding
-            if not isinstance(sharding, NamedSharding) or sharding.mesh != program.mesh:
-                spec = as_named_sharding(sharding, tuple(value.shape)).spec
-                value = _under(value, NamedSharding(program.mesh, spec))
+        sharding = value.sharding  # asked once: each time makes another object
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != program.mesh:
+            sharding = NamedSharding(program.mesh, _named(value).spec)
+            shards = [shard.data for shard in value.addressable_shards if shard.device in sharding.device_set]
+            value = jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
         arguments.append(value)
     return arguments
 
 
-def _under(value: Any, sharding: NamedSharding) -> Any:
-    """The same buffers, or some of them, under another sharding that leaves every shard on its device."""
-    if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-    shards = [shard.data for shard in value.addressable_shards if shard.device in sharding.device_set]
-    return jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
+def _abstract_arguments(program: _Program, leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
+    arguments = []
+    for i, layout in zip(program.leaves, program.layouts, strict=True):
+        value = leaves[i].value
+        sharding = NamedSharding(program.mesh, _named(value).spec)
+        place: Any = sharding if layout is None else Format(layout, sharding)
+        arguments.append(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place))
+    return arguments
 
 
-def _staging_shape(program: _Program, output: _Output) -> tuple[tuple[int, ...], Any]:
-    if program.mesh is None:
-        return (1, *output.shape), SingleDeviceSharding(program.device)
-    names = program.mesh.axis_names
-    return (program.mesh.size, *output.shape), NamedSharding(program.mesh, PartitionSpec(names))
-
-
-def _abstract_staging(program: _Program) -> list[Any]:
-    shapes = [_staging_shape(program, output) for output in program.outputs]
+def _abstract_staging(program: _Program) -> list[jax.ShapeDtypeStruct]:
+    everywhere = NamedSharding(program.mesh, PartitionSpec(program.mesh.axis_names))
     return [
-        jax.ShapeDtypeStruct(shape, output.dtype, sharding=sharding)
-        for output, (shape, sharding) in zip(program.outputs, shapes, strict=True)
+        jax.ShapeDtypeStruct((program.mesh.size, *output.shape), _bits_dtype(output.dtype), sharding=everywhere)
+        for output in program.outputs
     ]
+
+
+def _bits_dtype(dtype: Any) -> Any:
+    """The type under which the bits of elements travel."""
+    short_float = dtype.kind in "fV" and dtype.itemsize <= 2
+    return np.dtype(f"uint{8 * dtype.itemsize}") if short_float else dtype
 
 
 def _new_staging(program: _Program) -> list[jax.Array]:
     """Staging memory for the first snapshot, made on every device by one small program."""
-    shapes = [_staging_shape(program, output) for output in program.outputs]
-    dtypes = [output.dtype for output in program.outputs]
+    abstract = _abstract_staging(program)
 
     def empty() -> list[jax.Array]:
-        return [jnp.empty(shape, dtype) for (shape, _), dtype in zip(shapes, dtypes, strict=True)]
+        return [jnp.empty(array.shape, array.dtype) for array in abstract]
 
-    return list(jax.jit(empty, out_shardings=[sharding for _, sharding in shapes])())
+    return list(jax.jit(empty, out_shardings=[array.sharding for array in abstract])())
 
 
 def _recipe(plan: SavePlan, program: _Program) -> tuple[Any, ...]:
@@ -403,23 +449,26 @@ def _recipe(plan: SavePlan, program: _Program) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _lower(plan: SavePlan, program: _Program, leaves: Sequence[Leaf]) -> Any:
+def _compiled(plan: SavePlan, program: _Program, leaves: Sequence[Leaf]) -> Any:
     specs = tuple(PartitionSpec(*(axes or None for axes in plan.leaves[i].layout.spec)) for i in program.leaves)
     function = _jitted(program.mesh, program.replica_axes, specs, _recipe(plan, program))
-    with jax.set_mesh(program.mesh) if program.mesh is not None else nullcontext():
-        return function.lower(_abstract_staging(program), _arguments(program, leaves))
+    with _own_settings(program.mesh):
+        return function.lower(_abstract_staging(program), _abstract_arguments(program, leaves)).compile()
 
 
 @functools.lru_cache(maxsize=256)
-def _jitted(mesh: Mesh | None, replica_axes: tuple[str, ...], specs: tuple[Any, ...], recipe: tuple[Any, ...]) -> Any:
+def _jitted(mesh: Mesh, replica_axes: tuple[str, ...], specs: tuple[Any, ...], recipe: tuple[Any, ...]) -> Any:
     def copy(staging: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> list[jax.Array]:
         del staging  # donated: its memory takes the outputs
         replica = jax.lax.axis_index(replica_axes) if replica_axes else 0
+        leaves = [
+            leaf if (bits := _bits_dtype(leaf.dtype)) == leaf.dtype else jax.lax.bitcast_convert_type(leaf, bits)
+            for leaf in leaves
+        ]
         return [_copied(shape, packed, copies, replica, leaves)[None] for shape, packed, copies in recipe]
 
-    if mesh is not None:
-        everywhere = PartitionSpec(mesh.axis_names)
-        copy = jax.shard_map(copy, mesh=mesh, in_specs=(everywhere, list(specs)), out_specs=everywhere, check_vma=False)
+    everywhere = PartitionSpec(mesh.axis_names)
+    copy = jax.shard_map(copy, mesh=mesh, in_specs=(everywhere, list(specs)), out_specs=everywhere, check_vma=False)
     return jax.jit(copy, donate_argnums=0, keep_unused=True)
 
 
@@ -462,7 +511,7 @@ def _pieces_of(plan: SavePlan, program: _Program, output: _Output, array: jax.Ar
                 replica, shard_index = _place(leaf, shard.device.id)
                 if replica != owner:
                     break
-                data = np.asarray(shard.data)[0] if data is None else data
+                data = np.asarray(shard.data)[0].view(output.dtype) if data is None else data
                 yield _piece(leaf, item, shard_index, data, output.packed)
 
 
