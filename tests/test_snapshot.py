@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from models import adam_state, replicated
 
-from flax_rpsave import snapshot as snapshot_module
+from flax_rpsave import owner_slices
 from flax_rpsave.config import ReplicaParallelConfig
 from flax_rpsave.leaves import flatten
 from flax_rpsave.planner import layout_of, plan_leaves
@@ -169,7 +169,7 @@ def test_a_budget_cuts_the_save_into_groups_that_fit_it(zoo, max_nbytes):
 
 
 def test_under_a_budget_no_program_takes_more_leaves_than_without(zoo, monkeypatch):
-    monkeypatch.setattr(snapshot_module, "_PROGRAM_LEAVES", 4)
+    monkeypatch.setattr(owner_slices, "_PROGRAM_LEAVES", 4)
     for max_nbytes in (None, 100_000_000):
         snapshotter = snapshotter_for(zoo, FINE, max_nbytes)
         assert snapshotter.groups == 1
