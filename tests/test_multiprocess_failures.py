@@ -2,6 +2,7 @@
 
 import os
 import signal
+import textwrap
 import time
 
 import pytest
@@ -19,16 +20,19 @@ config = dict(directory=directory(), save_interval_steps=1, commit_timeout_secs=
               replica_parallel={"min_slice_bytes": 1})
 """
 
-RESUME = (
-    LOOP
-    + """
+
+def loop(script):
+    """A script that begins with what the loops here share."""
+    return LOOP + textwrap.dedent(script)
+
+
+RESUME = loop("""
 with rps.CheckpointCallback(config) as checkpoint:
     state, step = checkpoint.resume(make(0))
     if step:
         assert (np.asarray(state["w"].addressable_data(0)) == values + step).all()
     say(step)
-"""
-)
+""")
 
 
 def resumed_step(directory):
@@ -37,9 +41,7 @@ def resumed_step(directory):
 
 
 def test_a_write_that_fails_in_one_process_is_raised_in_all_and_the_next_save_works(tmp_path):
-    script = (
-        LOOP
-        + """
+    script = loop("""
     from flax_rpsave.engine import TensorStoreEngine
     write = TensorStoreEngine.write
     def failing(self, pieces):
@@ -58,8 +60,7 @@ def test_a_write_that_fails_in_one_process_is_raised_in_all_and_the_next_save_wo
         checkpoint(3, make(3))
         checkpoint.wait()
         say(checkpoint.all_steps())
-    """
-    )
+    """)
     results = run(script, 3, args=[str(tmp_path / "run"), "20"])
     for number, result in enumerate(results):
         assert result.said[0].startswith("failed:")
@@ -70,9 +71,7 @@ def test_a_write_that_fails_in_one_process_is_raised_in_all_and_the_next_save_wo
 
 
 def test_a_process_that_is_late_is_named_and_the_next_save_works(tmp_path):
-    script = (
-        LOOP
-        + """
+    script = loop("""
     from flax_rpsave.engine import TensorStoreEngine
     write = TensorStoreEngine.write
     def late(self, pieces):
@@ -98,8 +97,7 @@ def test_a_process_that_is_late_is_named_and_the_next_save_works(tmp_path):
         checkpoint(3, make(3))
         checkpoint.wait()
         say(checkpoint.all_steps())
-    """
-    )
+    """)
     results = run(script, 2, args=[str(tmp_path / "run"), "3"])
     assert "process 1 did not report within 3 s" in results[0].said[0]
     assert results[1].said[0].startswith("failed:")
@@ -109,20 +107,18 @@ def test_a_process_that_is_late_is_named_and_the_next_save_works(tmp_path):
 
 @pytest.mark.parametrize("phase", ["snapshot", "write", "agreement"])
 def test_survivors_of_a_killed_worker_are_told_and_nothing_incomplete_is_visible(tmp_path, phase):
-    script = (
-        LOOP
-        + """
+    script = loop("""
     from flax_rpsave.agreement import Channel
     from flax_rpsave.engine import TensorStoreEngine
     from flax_rpsave.snapshot import Snapshotter
     owner, name = {"snapshot": (Snapshotter, "take"), "write": (TensorStoreEngine, "write"),
                    "agreement": (Channel, "report")}[sys.argv[3]]
     real, calls = getattr(owner, name), []
-    def dying(*args):
+    def dying(*args, **kwargs):
         calls.append(1)
         if process == 1 and len(calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args)
+        return real(*args, **kwargs)
     setattr(owner, name, dying)
     checkpoint = rps.CheckpointCallback(config)
     checkpoint(1, make(1))
@@ -134,8 +130,7 @@ def test_survivors_of_a_killed_worker_are_told_and_nothing_incomplete_is_visible
         say("failed:", error)
     say(checkpoint.all_steps())
     os._exit(3)  # the runtime cannot shut down in order any more
-    """
-    )
+    """)
     with started(script, 3, args=[str(tmp_path / "run"), "4", phase]) as running:
         results = ended(running)
     assert [result.code for result in results] == [3, -signal.SIGKILL, 3]
@@ -146,9 +141,7 @@ def test_survivors_of_a_killed_worker_are_told_and_nothing_incomplete_is_visible
 
 
 def test_the_run_after_the_death_of_process_0_resumes(tmp_path):
-    script = (
-        LOOP
-        + """
+    script = loop("""
     with rps.CheckpointCallback(config) as checkpoint:
         step = 0
         while True:
@@ -157,8 +150,7 @@ def test_the_run_after_the_death_of_process_0_resumes(tmp_path):
             if step == 3:
                 checkpoint.wait()
                 say("three")
-    """
-    )
+    """)
     with started(script, 2, args=[str(tmp_path / "run"), "10"]) as running:
         for line in running[0].stdout:
             if "three" in line:
@@ -170,17 +162,14 @@ def test_the_run_after_the_death_of_process_0_resumes(tmp_path):
 
 
 def test_a_directory_that_is_not_shared_is_named_as_the_reason(tmp_path):
-    script = (
-        LOOP
-        + """
+    script = loop("""
     with rps.CheckpointCallback({**config, "directory": f"{directory()}{process}"}) as checkpoint:
         checkpoint(1, make(1))
         try:
             checkpoint.wait()
         except rps.SaveError as error:
             say(error)
-    """
-    )
+    """)
     for result in run(script, 2, args=[str(tmp_path / "run"), "20"]):
         assert "process 1" in result.said[0]
         assert "shared by all processes" in result.said[0]
@@ -188,31 +177,25 @@ def test_a_directory_that_is_not_shared_is_named_as_the_reason(tmp_path):
 
 
 def test_processes_with_different_states_are_refused(tmp_path):
-    script = (
-        LOOP
-        + """
+    script = loop("""
     with rps.CheckpointCallback(config) as checkpoint:
         checkpoint(1, {**make(1), f"only{process}": np.ones(3)})
         try:
             checkpoint.wait()
         except rps.SaveError as error:
             say(error)
-    """
-    )
+    """)
     for result in run(script, 2, args=[str(tmp_path / "run"), "20"]):
         assert "another state" in result.said[0]
 
 
 def test_one_damaged_chunk_makes_all_processes_fall_back_to_the_step_before(tmp_path):
     args = [str(tmp_path / "run"), "20"]
-    script = (
-        LOOP
-        + """
+    script = loop("""
     with rps.CheckpointCallback(config) as checkpoint:
         for step in (1, 2):
             checkpoint(step, make(step))
-    """
-    )
+    """)
     run(script, 2, args=args)
     data = max((tmp_path / "run" / "2").glob("default/ocdbt.process_*/d/*"), key=lambda path: path.stat().st_size)
     damaged = bytearray(data.read_bytes())
@@ -222,9 +205,7 @@ def test_one_damaged_chunk_makes_all_processes_fall_back_to_the_step_before(tmp_
 
 
 def test_sigterm_in_one_process_saves_the_same_step_in_all_and_sets_should_stop(tmp_path):  # report 43
-    script = (
-        LOOP
-        + """
+    script = loop("""
     with rps.CheckpointCallback({**config, "save_interval_steps": 1000000}) as checkpoint:
         step = 0
         while not checkpoint.should_stop:
@@ -234,8 +215,7 @@ def test_sigterm_in_one_process_saves_the_same_step_in_all_and_sets_should_stop(
             if step == 30:
                 say("running")
     say(step, checkpoint.all_steps())
-    """
-    )
+    """)
     with started(script, 3, args=[str(tmp_path / "run"), "20"]) as running:
         for line in running[1].stdout:
             if "running" in line:
@@ -250,9 +230,7 @@ def test_sigterm_in_one_process_saves_the_same_step_in_all_and_sets_should_stop(
 
 
 def test_random_kills_of_a_two_process_loop_leave_only_complete_steps(tmp_path):
-    script = (
-        LOOP
-        + """
+    script = loop("""
     with rps.CheckpointCallback({**config, "max_to_keep": 3}) as checkpoint:
         state, step = checkpoint.resume(make(0))
         assert step == 0 or (np.asarray(state["w"].addressable_data(0)) == values + step).all()
@@ -262,8 +240,7 @@ def test_random_kills_of_a_two_process_loop_leave_only_complete_steps(tmp_path):
             checkpoint(step, make(step))
             checkpoint.wait()
             say("committed", step)
-    """
-    )
+    """)
     newest = 0
     for kill in range(int(os.environ.get("RPSAVE_KILLS", "3"))):
         with started(script, 2, args=[str(tmp_path / "run"), "10"]) as running:
