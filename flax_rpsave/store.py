@@ -144,8 +144,13 @@ def new_context() -> ts.Context:
     return ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}, "file_io_concurrency": {"limit": 32}})
 
 
+def stored_database(directory: Directory, use_ocdbt: bool) -> dict[str, Any]:
+    """The spec of the key-value store that the arrays of a directory lie in, whoever wrote it and with what options."""
+    return {"driver": "ocdbt", "base": directory.kvstore()} if use_ocdbt else directory.kvstore()
+
+
 def database(directory: Directory, use_ocdbt: bool) -> dict[str, Any]:
-    """The spec of the key-value store that the arrays of a directory lie in."""
+    """The spec of the key-value store that the arrays of a directory are written to; opens none with other options."""
     if not use_ocdbt:
         return directory.kvstore()
     return {
