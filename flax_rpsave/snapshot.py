@@ -13,10 +13,14 @@ hold 1/R of the state, but for what idle replicas copy in the last round of a gr
 The previous snapshot's arrays are donated to the next program, which writes into their memory: staging memory is
 touched for the first time only once. On accelerators they are dropped instead, so that the memory is the user's again
 between saves. NumPy, host-memory and sub-byte leaves are copied in the call.
+
+Small floats travel as unsigned integers: XLA computes them in float32 on the CPU, and a NaN comes back from that with
+other bits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import threading
@@ -28,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from flax_rpsave.leaves import Leaf
@@ -133,7 +138,7 @@ class Snapshotter:
 
     def __init__(self, plan: SavePlan, leaves: Sequence[Leaf], process: int, max_nbytes: int | None = None):
         self.plan = plan
-        self._leaves = [leaf.without_values() for leaf in leaves]  # no snapshotter keeps a state alive
+        self._leaves = [_abstract(leaf) for leaf in leaves]  # no snapshotter keeps a state alive
         self._process = process
         self._on_host = [i for i, leaf in enumerate(leaves) if _stays_on_host(leaf.value)]
         programs = _programs(plan, self._leaves, set(self._on_host))
@@ -159,9 +164,7 @@ class Snapshotter:
         """Dispatches the copies of one group; the first group has the host values too."""
         taken = []
         for program in self._groups[group] if self._groups else []:
-            executable = self._executable(program)
-            staging, program.staging = program.staging, None
-            arrays = executable(staging if staging is not None else _new_staging(program), _arguments(program, leaves))
+            arrays = self._run(program, leaves)
             if _platform(program) != "cpu":
                 for array in arrays:
                     array.copy_to_host_async()
@@ -170,6 +173,24 @@ class Snapshotter:
             taken.append((program, list(arrays)))
         host = tuple(self._host_pieces(leaves)) if group == 0 else ()
         return Snapshot(self.plan, host, taken)
+
+    def _run(self, program: _Program, leaves: Sequence[Leaf]) -> Any:
+        """The program's outputs; compiled, or compiled anew, where it has to be."""
+        arguments = _arguments(program, leaves)
+        executable = self._executable(program)
+        staging, program.staging = program.staging, None
+        if staging is None:
+            staging = _new_staging(program)
+        try:
+            return executable(staging, arguments)
+        except ValueError as error:  # raised before anything is donated
+            if "layout" not in str(error):
+                raise
+        for i in program.leaves:  # the memory layout of an array has changed since the last save
+            self._leaves[i] = _abstract(leaves[i])
+        with program.lock:
+            program.executable = None
+        return self._executable(program)(staging, arguments)
 
     def _executable(self, program: _Program) -> Any:
         with program.lock:
@@ -194,6 +215,22 @@ class Snapshotter:
                     box = [slice(o, o + c) for o, c in zip(plan.start(t), plan.chunk_shape, strict=True)]
                     piece = _piece(plan, _Item(i, t), shard_index, data, packed=False)
                     yield Piece(i, piece.chunk, data[tuple(box)])
+
+
+def _abstract(leaf: Leaf) -> Leaf:
+    """The leaf without its values, with their memory layout where that is not C order."""
+    if isinstance(leaf.value, jax.Array):
+        form: Any = getattr(leaf.value, "format")  # noqa: B009 - not declared in jax's stubs
+        if form.layout.major_to_minor != tuple(range(leaf.value.ndim)):
+            value = jax.ShapeDtypeStruct(leaf.value.shape, leaf.value.dtype, sharding=form)
+            return dataclasses.replace(leaf, value=value, original=None)
+    return leaf.without_values()
+
+
+def _carrier(dtype: Any) -> Any:
+    """The type in which values of a dtype are copied."""
+    small_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return np.dtype(f"u{dtype.itemsize}") if small_float else dtype
 
 
 def _stays_on_host(value: Any) -> bool:
@@ -354,7 +391,9 @@ def _arguments(program: _Program, leaves: Sequence[Leaf]) -> list[Any]:
 def _under(value: Any, sharding: NamedSharding) -> Any:
     """The same buffers, or some of them, under another sharding that leaves every shard on its device."""
     if isinstance(value, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        layout = getattr(getattr(value, "format", None), "layout", None)
+        place: Any = sharding if layout is None else Format(layout, sharding)
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place)
     shards = [shard.data for shard in value.addressable_shards if shard.device in sharding.device_set]
     return jax.make_array_from_single_device_arrays(value.shape, sharding, shards)
 
@@ -369,7 +408,7 @@ def _staging_shape(program: _Program, output: _Output) -> tuple[tuple[int, ...],
 def _abstract_staging(program: _Program) -> list[Any]:
     shapes = [_staging_shape(program, output) for output in program.outputs]
     return [
-        jax.ShapeDtypeStruct(shape, output.dtype, sharding=sharding)
+        jax.ShapeDtypeStruct(shape, _carrier(output.dtype), sharding=sharding)
         for output, (shape, sharding) in zip(program.outputs, shapes, strict=True)
     ]
 
@@ -377,7 +416,7 @@ def _abstract_staging(program: _Program) -> list[Any]:
 def _new_staging(program: _Program) -> list[jax.Array]:
     """Staging memory for the first snapshot, made on every device by one small program."""
     shapes = [_staging_shape(program, output) for output in program.outputs]
-    dtypes = [output.dtype for output in program.outputs]
+    dtypes = [_carrier(output.dtype) for output in program.outputs]
 
     def empty() -> list[jax.Array]:
         return [jnp.empty(shape, dtype) for (shape, _), dtype in zip(shapes, dtypes, strict=True)]
@@ -413,6 +452,7 @@ def _lower(plan: SavePlan, program: _Program, leaves: Sequence[Leaf]) -> Any:
 def _jitted(mesh: Mesh | None, replica_axes: tuple[str, ...], specs: tuple[Any, ...], recipe: tuple[Any, ...]) -> Any:
     def copy(staging: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> list[jax.Array]:
         del staging  # donated: its memory takes the outputs
+        leaves = [jax.lax.bitcast_convert_type(leaf, _carrier(leaf.dtype)) for leaf in leaves]
         replica = jax.lax.axis_index(replica_axes) if replica_axes else 0
         return [_copied(shape, packed, copies, replica, leaves)[None] for shape, packed, copies in recipe]
 
@@ -461,7 +501,7 @@ def _pieces_of(plan: SavePlan, program: _Program, output: _Output, array: jax.Ar
                 replica, shard_index = _place(leaf, shard.device.id)
                 if replica != owner:
                     break
-                data = np.asarray(shard.data)[0] if data is None else data
+                data = np.asarray(shard.data)[0].view(output.dtype) if data is None else data
                 yield _piece(leaf, item, shard_index, data, output.packed)
 
 
