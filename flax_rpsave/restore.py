@@ -394,17 +394,22 @@ def place(values: np.ndarray, leaf: Leaf, sharding: jax.sharding.Sharding | None
     if leaf.kind == "scalar":
         return values[()] if isinstance(target, np.generic) else type(target)(values.item())
     if leaf.kind == "np.ndarray":
-        return np.array(values, dtype=dtype, order="C")
+        return np.array(values, dtype=target.dtype, order="C")  # its byte order, too
     if sharding is None and (not isinstance(target, jax.Array) or target.committed):
         sharding = leaf.value.sharding
-    array = put(values, sharding)
+    array = put(values, sharding, leaf.label)
     if leaf.key_impl is not None:
         return jax.random.wrap_key_data(array, impl=leaf.key_impl)
     return _compat.as_weak(array) if getattr(target, "weak_type", False) else array
 
 
-def put(values: np.ndarray, sharding: jax.sharding.Sharding | None) -> Any:
-    """An array that owns its memory. Each device gets its shard from the host's copy; None: uncommitted."""
+def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) -> Any:
+    """An array that owns its memory. Each device gets its shard from the host's copy; None: uncommitted.
+
+    Raises:
+      TreeMismatchError: JAX's widest type (without `jax_enable_x64`) does not hold the values.
+    """
+    values = _as_jax_would(values, label)
     if sharding is None:
         return jax.device_put(values, may_alias=False)
     shards = [
@@ -413,3 +418,18 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None) -> Any:
         for device, index in sharding.addressable_devices_indices_map(values.shape).items()
     ]  # fmt: skip
     return jax.make_array_from_single_device_arrays(values.shape, sharding, shards, dtype=values.dtype)
+
+
+def _as_jax_would(values: np.ndarray, label: str) -> np.ndarray:
+    """64-bit values as 32-bit ones where JAX has no others: exactly, or (single floats) as it converts Python's."""
+    dtype = jax.dtypes.canonicalize_dtype(values.dtype)
+    if dtype == values.dtype:
+        return values
+    narrowed = values.astype(dtype)
+    single_float = not values.ndim and dtype.kind in "fc"
+    if not single_float and not np.array_equal(narrowed.astype(values.dtype), values, equal_nan=dtype.kind in "fc"):
+        raise TreeMismatchError(
+            f"{label}: the stored {values.dtype.name} values do not fit into {dtype.name}, the widest of JAX without "
+            "jax_enable_x64; set that, load to the host (no sharding), or cast floats with dtype="
+        )
+    return narrowed
