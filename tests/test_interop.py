@@ -110,9 +110,7 @@ def by_pytree_handler(root, *target):
     if not target:
         return handler.restore(root / str(STEP) / "default")
     how = ocp.checkpoint_utils.construct_restore_args(*target)
-    return handler.restore(
-        root / str(STEP) / "default", args=ocp.args.PyTreeRestore(item=target[0], restore_args=how)
-    )
+    return handler.restore(root / str(STEP) / "default", args=ocp.args.PyTreeRestore(item=target[0], restore_args=how))
 
 
 def by_v1(root, *target):
@@ -298,7 +296,7 @@ def test_zeros_that_stock_left_out_are_read_as_zeros(tmp_path):
 def test_several_items_are_an_error_that_lists_them(tmp_path, state):
     root = tmp_path / "run"
     write_with_manager(root, state, args=composite("model", "ema"))
-    with in_run(root) as callback, pytest.raises(rps.NoCheckpointError, match="'ema', 'model'.*item"):
+    with in_run(root) as callback, pytest.raises(rps.NoCheckpointError, match=r"'ema', 'model'.*item"):
         callback.resume(blank(state))
     with pytest.raises(rps.NoCheckpointError, match="'ema', 'model'"):
         rps.load(root)
