@@ -411,13 +411,25 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) 
     """
     values = _as_jax_would(values, label)
     if sharding is None:
-        return jax.device_put(values, may_alias=False)
+        return _owned(values, None)
     shards = [
-        jax.device_put(values[index], jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
-                       may_alias=False)
+        _owned(values[(*index, ...)], jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
         for device, index in sharding.addressable_devices_indices_map(values.shape).items()
-    ]  # fmt: skip
+    ]
     return jax.make_array_from_single_device_arrays(values.shape, sharding, shards, dtype=values.dtype)
+
+
+def _owned(values: np.ndarray, place: jax.sharding.Sharding | None) -> jax.Array:
+    """A copy on one device.
+
+    `may_alias=False` is heeded for arrays, but not for NumPy memory that a CPU device can use as it lies (jax 0.10 to
+    0.12): replicas would share it, and a donated array would not give it to the next one.
+    """
+    array = jax.device_put(values, place, may_alias=False)
+    on_cpu = next(iter(array.devices())).platform == "cpu"
+    if on_cpu and array.size and array.unsafe_buffer_pointer() == values.ctypes.data:
+        array = jax.device_put(array, place, may_alias=False)
+    return array
 
 
 def _as_jax_would(values: np.ndarray, label: str) -> np.ndarray:
