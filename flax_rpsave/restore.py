@@ -412,14 +412,15 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) 
     values = _as_jax_would(values, label)
     if sharding is None:
         return _owned(values, None)
+    boxes: Mapping[Any, Any] = sharding.addressable_devices_indices_map(values.shape)
     shards = [
-        _owned(values[(*index, ...)], jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
-        for device, index in sharding.addressable_devices_indices_map(values.shape).items()
+        _owned(values[(*box, ...)], jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+        for device, box in boxes.items()
     ]
     return jax.make_array_from_single_device_arrays(values.shape, sharding, shards, dtype=values.dtype)
 
 
-def _owned(values: np.ndarray, place: jax.sharding.Sharding | None) -> jax.Array:
+def _owned(values: np.ndarray, place: jax.sharding.Sharding | None) -> Any:
     """A copy on one device.
 
     `may_alias=False` is heeded for arrays, but not for NumPy memory that a CPU device can use as it lies (jax 0.10 to
