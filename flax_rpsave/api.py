@@ -115,7 +115,7 @@ def load(
         return Fit(stored, leaves, structure, entries=entries, dtype=dtype, sharding=sharding).finish()
     values: dict[str, Any] = {}
     for name, array in stored.read(stored.open_arrays([entry for entry in entries if entry.is_array])):
-        values[name] = cast(array, dtype) if sharding is None else put(cast(array, dtype), sharding)
+        values[name] = cast(array, dtype) if sharding is None else put(cast(array, dtype), sharding, name)
     return unflatten_to_dicts(
         [entry.path for entry in entries],
         [entry.key_types for entry in entries],

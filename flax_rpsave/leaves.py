@@ -272,7 +272,7 @@ def _leaf(path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> Leaf
         return make("jax.Array", value)
     if isinstance(value, np.ndarray):
         _check_dtype(where, value.dtype)
-        return make("np.ndarray", value)
+        return make("np.ndarray", value.astype(value.dtype.newbyteorder("="), copy=False))
     if isinstance(value, (bool, int, float, complex, np.generic)) and not isinstance(value, (str, bytes)):
         array = np.asarray(value)
         _check_dtype(where, array.dtype)
@@ -311,7 +311,8 @@ def _key_data(value: Any) -> tuple[Any, str]:
 def _check_dtype(where: str, dtype: Any) -> None:
     dtype = np.dtype(dtype)
     custom = dtype.kind == "V" and hasattr(ml_dtypes, dtype.name)
-    if dtype.name in _UNSTORABLE_DTYPES or (dtype.kind not in "biufc" and not custom) or dtype.itemsize > 16:
+    too_wide = dtype.itemsize > (16 if dtype.kind == "c" else 8)
+    if dtype.name in _UNSTORABLE_DTYPES or (dtype.kind not in "biufc" and not custom) or too_wide:
         raise UnsupportedLeafError(
             f"leaf {where} has dtype {dtype.name}, for which the zarr3 format has no data type. "
             "Store it as another dtype, for instance as its bits (`jax.lax.bitcast_convert_type`)."

@@ -31,6 +31,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 from flax_rpsave.config import ReplicaParallelConfig
 from flax_rpsave.errors import UnsupportedLeafError
 
+_PMAP_AXES = frozenset({"_internal_pmap_axis_name", "_device_put_sharded"})
+"""Mesh axes along which `jax.pmap` and `flax.jax_utils.replicate` stack an entry a device."""
 _GOOD_BALANCE = (0.99, 0.95)  # mean ÷ largest slice; the first axis that reaches the first of these is taken
 
 
@@ -291,7 +293,8 @@ def layout_of(name: str, value: Any) -> LeafLayout:
     """What planning needs to know of an array or a `jax.ShapeDtypeStruct`.
 
     Raises:
-      UnsupportedLeafError: The sharding has `unreduced` axes, whose shards are only parts of a sum.
+      UnsupportedLeafError: The sharding has `unreduced` axes, whose shards are only parts of a sum, or is that of
+        `jax.pmap`, whose leading axis would store the replicas' copies as if they were data.
     """
     shape, dtype = tuple(value.shape), np.dtype(value.dtype)
     sharding = getattr(value, "sharding", None)
@@ -312,6 +315,12 @@ def layout_of(name: str, value: Any) -> LeafLayout:
         raise UnsupportedLeafError(
             f"leaf {name!r} is sharded {named.spec}: its unreduced axes hold parts of a sum, which cannot be stored; "
             "reduce it first."
+        )
+    if _PMAP_AXES & {str(axis) for axis in named.mesh.axis_names}:
+        raise UnsupportedLeafError(
+            f"leaf {name!r} of shape {list(shape)} has the layout of jax.pmap: an entry a device along the first axis, "
+            "so every replica would be stored as data. Pass one entry (`flax.jax_utils.unreplicate(state)`); what "
+            "differs between the devices, put into a jax.jit sharding first."
         )
     parts = [(p,) if isinstance(p, str) else tuple(p) if p else () for p in named.spec]
     spec = tuple(parts + [()] * (len(shape) - len(parts)))

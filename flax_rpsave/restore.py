@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -214,22 +214,55 @@ def place(values: np.ndarray, leaf: Leaf, sharding: jax.sharding.Sharding | None
     if leaf.kind == "scalar":
         return values[()] if isinstance(target, np.generic) else type(target)(values.item())
     if leaf.kind == "np.ndarray":
-        return np.array(values, dtype=dtype, order="C")
+        return np.array(values, dtype=target.dtype, order="C")  # its byte order, too
     if sharding is None and (not isinstance(target, jax.Array) or target.committed):
         sharding = leaf.value.sharding
-    array = put(values, sharding)
+    array = put(values, sharding, leaf.label)
     if leaf.key_impl is not None:
         return jax.random.wrap_key_data(array, impl=leaf.key_impl)
     return _compat.as_weak(array) if getattr(target, "weak_type", False) else array
 
 
-def put(values: np.ndarray, sharding: jax.sharding.Sharding | None) -> Any:
-    """An array that owns its memory. Each device gets its shard from the host's copy; None: uncommitted."""
+def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) -> Any:
+    """An array that owns its memory. Each device gets its shard from the host's copy; None: uncommitted.
+
+    Raises:
+      TreeMismatchError: JAX's widest type (without `jax_enable_x64`) does not hold the values.
+    """
+    values = _as_jax_would(values, label)
     if sharding is None:
-        return jax.device_put(values, may_alias=False)
+        return _owned(values, None)
+    boxes: Mapping[Any, Any] = sharding.addressable_devices_indices_map(values.shape)
     shards = [
-        jax.device_put(values[index], jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind),
-                       may_alias=False)
-        for device, index in sharding.addressable_devices_indices_map(values.shape).items()
-    ]  # fmt: skip
+        _owned(values[(*box, ...)], jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+        for device, box in boxes.items()
+    ]
     return jax.make_array_from_single_device_arrays(values.shape, sharding, shards, dtype=values.dtype)
+
+
+def _owned(values: np.ndarray, place: jax.sharding.Sharding | None) -> Any:
+    """A copy on one device.
+
+    `may_alias=False` is heeded for arrays, but not for NumPy memory that a CPU device can use as it lies (jax 0.10 to
+    0.12): replicas would share it, and a donated array would not give it to the next one.
+    """
+    array = jax.device_put(values, place, may_alias=False)
+    on_cpu = next(iter(array.devices())).platform == "cpu"
+    if on_cpu and array.size and array.unsafe_buffer_pointer() == values.ctypes.data:
+        array = jax.device_put(array, place, may_alias=False)
+    return array
+
+
+def _as_jax_would(values: np.ndarray, label: str) -> np.ndarray:
+    """64-bit values as 32-bit ones where JAX has no others: exactly, or (single floats) as it converts Python's."""
+    dtype = jax.dtypes.canonicalize_dtype(values.dtype)
+    if dtype == values.dtype:
+        return values
+    narrowed = values.astype(dtype)
+    single_float = not values.ndim and dtype.kind in "fc"
+    if not single_float and not np.array_equal(narrowed.astype(values.dtype), values, equal_nan=dtype.kind in "fc"):
+        raise TreeMismatchError(
+            f"{label}: the stored {values.dtype.name} values do not fit into {dtype.name}, the widest of JAX without "
+            "jax_enable_x64; set that, load to the host (no sharding), or cast floats with dtype="
+        )
+    return narrowed

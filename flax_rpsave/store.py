@@ -41,8 +41,13 @@ def new_context() -> ts.Context:
     return ts.Context(spec)
 
 
+def stored_database(directory: Directory, use_ocdbt: bool) -> dict[str, Any]:
+    """The spec of the key-value store that the arrays of a directory lie in, whoever wrote it and with what options."""
+    return {"driver": "ocdbt", "base": directory.kvstore()} if use_ocdbt else directory.kvstore()
+
+
 def database(directory: Directory, use_ocdbt: bool) -> dict[str, Any]:
-    """The spec of the key-value store that the arrays of a directory lie in."""
+    """The spec of the key-value store that the arrays of a directory are written to; opens none with other options."""
     if not use_ocdbt:
         return directory.kvstore()
     return {

@@ -22,8 +22,8 @@ from flax_rpsave.store import (
     OCDBT_MANIFEST,
     PRIVATE_PREFIX,
     chunk_key,
-    database,
     open_database,
+    stored_database,
     within,
 )
 
@@ -70,7 +70,7 @@ class Stored:
           CorruptCheckpointError: One is missing or unreadable.
         """
         driver = "zarr3" if self.tree.use_zarr3 else "zarr"
-        base = database(self.item, self.tree.use_ocdbt)
+        base = stored_database(self.item, self.tree.use_ocdbt)
         pending = {}
         for entry in entries:
             spec: dict[str, Any] = {
@@ -204,7 +204,7 @@ def open_checkpoint(directory: Directory, item: str | None, context: ts.Context)
     if has_arrays and tree.use_ocdbt and OCDBT_MANIFEST not in place.files():
         raise CorruptCheckpointError(f"{place}/{OCDBT_MANIFEST} is missing")
     with _Reading(str(place)):
-        store = open_database(database(place, tree.use_ocdbt), context)
+        store = open_database(stored_database(place, tree.use_ocdbt), context)
         digests = _read_digests(store, place, own)
     return Stored(directory, place, tree, impls, strings, digests, own, store, context)
 
