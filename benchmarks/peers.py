@@ -49,7 +49,7 @@ class Peer(abc.ABC):
 
 
 class OrbaxDefault(Peer):
-    """`ocp.CheckpointManager` as its documentation shows it: asynchronous, StandardSave, all options at their defaults."""
+    """`ocp.CheckpointManager` as its documentation shows it: asynchronous, StandardSave, every option a default."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)

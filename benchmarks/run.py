@@ -48,6 +48,7 @@ _QUICK = {
     "peers": ["rpsave", "orbax_default"],
     "rounds": 1,
     "saves": 1,
+    "restores": 0,
     "scale": 0.001,
     "soak_peers": ["rpsave"],
     "soak_saves": 5,

@@ -11,6 +11,7 @@ memory is given back; before a restore the checkpoint's files are put out of the
 import dataclasses
 import gc
 import json
+import os
 import shutil
 import sys
 import time
@@ -92,10 +93,11 @@ def restore(request: Request) -> dict[str, Any]:
     abstract = states.CASES[request.case].abstract(request.scale)
     digests = json.loads((root / "digests.json").read_text())
     (step,) = [int(path.name) for path in (root / "checkpoints").iterdir() if path.name.isdigit()]
-    meter, restores = meters.Meter(), []
+    meter, restores, state = meters.Meter(), [], None
     for _ in range(request.repeats + 1):
         peer = peers.PEERS[request.peer].open(root / "checkpoints")
         meters.drop_from_page_cache(root / "checkpoints")
+        del state  # last of all: a virtual machine's host takes freed memory back within seconds
         meters.settle()
         before = meters.resident_bytes()
         meter.start()
@@ -114,7 +116,6 @@ def restore(request: Request) -> dict[str, Any]:
             }
         )
         peer.close()
-        del state, peer
     return {"restores": restores}
 
 
@@ -124,7 +125,8 @@ def soak(request: Request) -> dict[str, Any]:
     With the collector off, memory that only a cycle holds shows up as growth instead of being hidden by a late sweep.
     """
     root = Path(request.directory)
-    state, _ = states.materialize(states.CASES[request.case].abstract(request.scale), request.seed)
+    abstract = states.CASES[request.case].abstract(request.scale)
+    state, _ = states.materialize(abstract, request.seed)
     peer = peers.PEERS[request.peer].open(root / "checkpoints")
     peer.prepare(state)
     meters.settle()
@@ -136,7 +138,11 @@ def soak(request: Request) -> dict[str, Any]:
         shutil.rmtree(root / "checkpoints" / str(step))
         resident.append(meters.resident_bytes())
     peer.close()
-    return {"resident_bytes": resident, "growth_after_third_bytes": resident[-1] - resident[2]}
+    return {
+        "state_bytes": states.state_bytes(abstract),
+        "resident_bytes": resident,
+        "growth_after_third_bytes": resident[-1] - resident[2],
+    }
 
 
 def machine(request: Request) -> dict[str, Any]:
@@ -155,7 +161,7 @@ KINDS: dict[str, Callable[[Request], dict[str, Any]]] = {
 
 def main() -> None:
     request = Request(**json.loads(sys.argv[1]))
-    answer = KINDS[request.kind](request)
+    answer = {"load_before": os.getloadavg()[0]} | KINDS[request.kind](request)
     Path(sys.argv[2]).write_text(json.dumps(answer, default=str))
 
 
