@@ -9,6 +9,7 @@ RPSaveError
 ├── NoCheckpointError      nothing to resume from or load (also a FileNotFoundError)
 ├── TreeMismatchError      what is stored does not fit the target (also a ValueError)
 ├── DataStateError         data-iterator state that is missing, unexpected or of another process count
+├── StorageError           storage that cannot be read now (also an OSError)
 └── CorruptCheckpointError bytes of a committed step that are missing or changed
 """
 
@@ -51,3 +52,7 @@ class DataStateError(RPSaveError, ValueError):
 
 class CorruptCheckpointError(RPSaveError, ValueError):
     """Bytes of a committed checkpoint are missing or changed."""
+
+
+class StorageError(RPSaveError, OSError):
+    """Storage could not be read: access denied, a network or device error. Nothing is said about what lies there."""

@@ -1,0 +1,47 @@
+"""Replica-parallel, asynchronous checkpoints for Flax and Optax training loops, in the format of Orbax."""
+
+from flax_rpsave.api import load, plan, save
+from flax_rpsave.callback import CheckpointCallback
+from flax_rpsave.config import CheckpointConfig, KeepBestConfig, ReplicaParallelConfig, StorageConfig
+from flax_rpsave.errors import (
+    CommitTimeoutError,
+    ConfigError,
+    CorruptCheckpointError,
+    DataStateError,
+    NoCheckpointError,
+    RPSaveError,
+    SaveError,
+    StepOrderError,
+    StorageError,
+    TreeMismatchError,
+    UnsupportedLeafError,
+)
+from flax_rpsave.planner import LeafPlan, SavePlan
+from flax_rpsave.writer import SaveStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointCallback",
+    "CheckpointConfig",
+    "CommitTimeoutError",
+    "ConfigError",
+    "CorruptCheckpointError",
+    "DataStateError",
+    "KeepBestConfig",
+    "LeafPlan",
+    "NoCheckpointError",
+    "RPSaveError",
+    "ReplicaParallelConfig",
+    "SaveError",
+    "SavePlan",
+    "SaveStats",
+    "StepOrderError",
+    "StorageConfig",
+    "StorageError",
+    "TreeMismatchError",
+    "UnsupportedLeafError",
+    "load",
+    "plan",
+    "save",
+]

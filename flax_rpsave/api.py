@@ -1,0 +1,155 @@
+"""Saving and loading without a loop, and the plan of a save."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from flax_rpsave import commit
+from flax_rpsave.config import CheckpointConfig
+from flax_rpsave.documents import TreeEntry
+from flax_rpsave.errors import NoCheckpointError, StepOrderError, TreeMismatchError
+from flax_rpsave.leaves import flatten, unflatten_to_dicts
+from flax_rpsave.planner import SavePlan, layout_of, plan_leaves
+from flax_rpsave.restore import Stored, cast, is_checkpoint, open_checkpoint, put, restore
+from flax_rpsave.saver import Saver
+from flax_rpsave.store import Directory, new_context, open_directory
+from flax_rpsave.writer import forget
+
+_EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
+
+
+def plan(state: Any, config: CheckpointConfig | Mapping[str, Any] | None = None) -> SavePlan:
+    """Who would save which part of a state; print it.
+
+    Args:
+      state: A train state. Leaves may be `jax.ShapeDtypeStruct`s with shardings, also on a `jax.sharding.AbstractMesh`,
+        so that a plan for many devices needs none.
+      config: Its `replica_parallel:` block is used; None takes the defaults.
+
+    Example:
+      >>> print(plan(state))
+    """
+    leaves = [leaf for leaf in flatten(state)[0] if leaf.is_array]
+    return plan_leaves([layout_of(leaf.name, leaf.value) for leaf in leaves], _config(config).replica_parallel)
+
+
+def save(
+    path: str | os.PathLike[str], tree: Any, *, config: CheckpointConfig | Mapping[str, Any] | None = None
+) -> None:
+    """Saves one checkpoint, as `orbax.checkpoint.StandardCheckpointer` would; returns when it is committed.
+
+    Args:
+      path: The checkpoint's directory, which must not exist yet.
+      tree: Any state.
+      config: Its `storage:` and `replica_parallel:` blocks are used; None takes the defaults.
+
+    Raises:
+      StepOrderError: The directory exists.
+      SaveError: The state cannot be saved.
+    """
+    final = open_directory(path)
+    if os.path.lexists(final.path):
+        raise StepOrderError(f"{final} exists already and is not overwritten")
+    saver = Saver(_config(config), None)
+    try:
+        saver.save(
+            tree,
+            step=0,
+            begun=time.perf_counter(),
+            waited_secs=0.0,
+            final=final,
+            temporary=commit.temporary(final.parent, final.name, saver.nonce),
+            item=None,
+        )
+        saver.writer.wait()
+    finally:
+        forget(saver.writer)
+    if (error := saver.writer.take_error()) is not None:
+        raise error
+
+
+def load(
+    path: str | os.PathLike[str],
+    target: Any = None,
+    *,
+    step: int | None = None,
+    subtree: str | None = None,
+    dtype: Any = None,
+    sharding: jax.sharding.Sharding | None = None,
+) -> Any:
+    """Reads a checkpoint, or a part of one. Writes, cleans and locks nothing.
+
+    Args:
+      path: One checkpoint, or a run's directory (its newest committed step is taken, or `step`).
+      target: A state of the structure that is read: leaves are arrays or `jax.ShapeDtypeStruct`s. None returns nested
+        dicts and lists of NumPy arrays.
+      step: Which step of a run.
+      subtree: Reads only what lies under this path, such as "params" or "params/decoder"; its keys are those below it.
+      dtype: What floats are cast to; other leaves keep their dtype.
+      sharding: Where every array goes, in place of the target's sharding; the leaves are `jax.Array`s then.
+
+    Raises:
+      NoCheckpointError: There is nothing of that name.
+      TreeMismatchError: There is no such subtree, or it does not fit the target.
+      CorruptCheckpointError: Stored bytes are missing or changed.
+
+    Example:
+      >>> params = load("/ckpt/run1", subtree="params", dtype=jnp.bfloat16, sharding=on_one_device)
+    """
+    stored = _open(open_directory(path), step)
+    entries = list(stored.tree.entries)
+    if subtree is not None:
+        entries = _below(stored, tuple(part for part in subtree.split("/") if part))
+    if target is not None:
+        leaves, structure = flatten(target)
+        return restore(stored, leaves, structure, entries=entries, dtype=dtype, sharding=sharding)
+    values: dict[str, Any] = {}
+    for name, array in stored.read(stored.open_arrays([entry for entry in entries if entry.is_array])):
+        values[name] = cast(array, dtype) if sharding is None else put(cast(array, dtype), sharding)
+    return unflatten_to_dicts(
+        [entry.path for entry in entries],
+        [entry.key_types for entry in entries],
+        [
+            values[e.name] if e.is_array else stored.strings.get(e.name) if e.kind == "string" else _EMPTY.get(e.kind)
+            for e in entries
+        ],
+    )
+
+
+def _config(config: CheckpointConfig | Mapping[str, Any] | None) -> CheckpointConfig:
+    if config is None:
+        return CheckpointConfig(enabled=False)
+    return (
+        config if isinstance(config, CheckpointConfig) else CheckpointConfig.from_mapping({"enabled": False, **config})
+    )
+
+
+def _open(directory: Directory, step: int | None) -> Stored:
+    """The checkpoint at a path, which may be one or a run's directory."""
+    if not directory.exists():
+        raise NoCheckpointError(f"{directory} does not exist")
+    steps = commit.committed_steps(directory)
+    if step is not None:
+        if step not in steps:
+            raise NoCheckpointError(f"{directory} has no step {step}; it has {list(steps) or 'none'}")
+    elif is_checkpoint(directory):
+        return open_checkpoint(directory, None, new_context())
+    elif not steps:
+        raise NoCheckpointError(f"{directory} is neither a checkpoint nor a run's directory with committed steps")
+    return open_checkpoint(directory / steps[step if step is not None else max(steps)], None, new_context())
+
+
+def _below(stored: Stored, prefix: tuple[str, ...]) -> list[TreeEntry]:
+    """The entries under a path, their paths cut to what is below it."""
+    n = len(prefix)
+    found = [e for e in stored.tree.entries if e.path[:n] == prefix]
+    if not found:
+        top = sorted({entry.path[0] for entry in stored.tree.entries if entry.path})
+        raise TreeMismatchError(f"{stored.directory} has no subtree {'/'.join(prefix)!r}; at the top it has {top}")
+    return [dataclasses.replace(entry, path=entry.path[n:], key_types=entry.key_types[n:]) for entry in found]

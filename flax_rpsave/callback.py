@@ -1,0 +1,440 @@
+"""The callback: when to save, what to resume from, and what to tell the loop."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import operator
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from flax_rpsave import commit
+from flax_rpsave.config import CheckpointConfig
+from flax_rpsave.errors import (
+    ConfigError,
+    CorruptCheckpointError,
+    DataStateError,
+    NoCheckpointError,
+    SaveError,
+    StepOrderError,
+    TreeMismatchError,
+)
+from flax_rpsave.leaves import Leaf, flatten
+from flax_rpsave.preemption import PreemptionWatch
+from flax_rpsave.restore import Stored, open_checkpoint, restore
+from flax_rpsave.saver import Saver
+from flax_rpsave.store import Directory, explained, open_directory
+from flax_rpsave.writer import SaveStats, forget
+
+logger = logging.getLogger("flax_rpsave")
+
+
+class CheckpointCallback:
+    """Saves a train loop's state every N steps, while it goes on, and resumes from the newest step.
+
+    Args:
+      config: A `CheckpointConfig`, or a mapping with its keys.
+      data: Anything with `get_state()` and `set_state()` (a grain iterator, say), whose position is saved and restored
+        with the state. `False`: data state in a checkpoint is passed over.
+      on_commit: Called with each commit's `SaveStats`, on the background thread.
+
+    Raises:
+      ConfigError: The configuration is wrong, or the directory cannot be written.
+
+    Example:
+      >>> config = CheckpointConfig.from_yaml("config.yaml")
+      >>> with CheckpointCallback(config, data=train_iter) as checkpoint:
+      ...     state, step = checkpoint.resume(state)
+      ...     while step < num_steps and not checkpoint.should_stop:
+      ...         state, metrics = train_step(state, next(train_iter))
+      ...         step += 1
+      ...         checkpoint(step, state, metrics=metrics)
+      ...     checkpoint(step, state, force=True)
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig | Mapping[str, Any],
+        *,
+        data: Any = None,
+        on_commit: Callable[[SaveStats], None] | None = None,
+    ):
+        self.config = config if isinstance(config, CheckpointConfig) else CheckpointConfig.from_mapping(config)
+        if data is not None and data is not False and not (hasattr(data, "get_state") and hasattr(data, "set_state")):
+            raise TypeError(f"data must have get_state() and set_state(), or be False; got {type(data).__qualname__}")
+        self.extra: Any = None
+        self._data = data
+        self._seen: int | None = None  # the step of the last call, or the one resumed from
+        self._saved: int | None = None  # committed or in flight by this run
+        self._resumed = False
+        self._closed = False
+        self._should_stop = False
+        self._watch = PreemptionWatch(())
+        if not self.config.enabled:
+            return
+        if jax.process_count() > 1:
+            raise ConfigError("this version saves from one process; jax.distributed has started several")
+        self._root = open_directory(self.config.directory)
+        self._saver = Saver(self.config, self._root, on_commit)
+        _check_writable(self._root, self._saver.nonce)
+        if self.config.save_on_preemption:
+            self._watch = PreemptionWatch(self.config.preemption_signals)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a preemption signal came and the state was saved for it: the loop should end."""
+        return self._should_stop
+
+    @property
+    def stats(self) -> SaveStats | None:
+        """What the last committed save did; None before the first."""
+        return self._saver.writer.stats if self.config.enabled else None
+
+    def all_steps(self) -> list[int]:
+        """The committed steps, ascending."""
+        return list(commit.committed_steps(self._root)) if self.config.enabled else []
+
+    def latest_step(self) -> int | None:
+        """The newest committed step, or None."""
+        return max(self.all_steps(), default=None)
+
+    def __call__(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        extra: Any = None,
+        force: bool = False,
+    ) -> bool:
+        """Saves the state if it is due. The state may be donated as soon as this returns.
+
+        Args:
+          step: Number of completed updates. Steps may be skipped: a save is due where a multiple of
+            `save_interval_steps` was reached or crossed since the last call.
+          state: The train state after `step` updates.
+          metrics: Numbers or 0-d arrays by name, which are fetched in the background.
+          extra: Anything small that JSON can hold; `checkpoint.extra` after a resume.
+          force: Whether to save in any case. A step that this run has saved is not saved again.
+
+        Returns:
+          Whether a save began.
+
+        Raises:
+          StepOrderError: The step goes backwards, or exists in the directory already.
+          SaveError: The state cannot be saved, or the save before failed (with `on_error: raise`).
+        """
+        begun = time.perf_counter()
+        step = _as_step(step)
+        if self._closed:
+            raise SaveError(f"step {step}: the callback is closed")
+        if not self.config.enabled:
+            return False
+        self._report_error(step)
+        if self._seen is None and not self._resumed:
+            self._check_fresh_start(step)
+        previous = step - 1 if self._seen is None else self._seen
+        if step < previous:
+            raise StepOrderError(
+                f"step {step} lies before step {previous}, of the last call: steps must not go backwards"
+            )
+        interval = self.config.save_interval_steps
+        preempted = self._watch.received is not None and not self._should_stop
+        self._seen = step
+        if not (step // interval > previous // interval or force or preempted):
+            return False
+        if step == self._saved:
+            self._should_stop = self._should_stop or preempted
+            logger.info("step %d is saved already, or being saved; not saved again", step)
+            return False
+        self._save(step, state, begun, metrics, extra)
+        if preempted:
+            logger.warning("%s received: step %d is being saved, should_stop is set", self._watch.received, step)
+            self._should_stop = True
+        return True
+
+    def resume(
+        self,
+        state: Any,
+        *,
+        step: int | None = None,
+        init: Callable[[], Any] | None = None,
+        skip: Sequence[str] = (),
+        rewind: bool = False,
+    ) -> tuple[Any, int]:
+        """The newest committed step that verifies, put into the form of `state`.
+
+        Args:
+          state: The target: structure, shapes, dtypes, shardings. Leaves may be arrays or `jax.ShapeDtypeStruct`s with
+            shardings. NNX objects are updated in place.
+          step: Takes this step and no other.
+          init: Makes the state where there is no checkpoint, for a `state` of `ShapeDtypeStruct`s.
+          skip: Patterns of leaf paths that keep the target's values, such as "opt_state/**" (`*`: within one key).
+          rewind: With `step`: move newer steps aside, under names that are no steps.
+
+        Returns:
+          (state, step); (state, 0) where there is no checkpoint.
+
+        Raises:
+          NoCheckpointError: There is none and one is required, or not this step.
+          TreeMismatchError: What is stored does not fit the target.
+          CorruptCheckpointError: There are steps, and none of them verifies.
+          DataStateError: Data state in the checkpoint without `data` here, or the other way.
+        """
+        if not self.config.enabled:
+            return (_initial(state, init), 0)
+        self.wait()
+        self._resumed = True
+        steps = commit.committed_steps(self._root)
+        if self.config.resume == "never" and steps:
+            raise ConfigError(
+                f"checkpoint.resume is 'never', but {self._root} has steps up to {max(steps)}; "
+                "choose another directory, or set resume: auto"
+            )
+        if step is not None:
+            found = self._resume_exactly(_as_step(step), steps, state, init, skip, rewind)
+        elif steps:
+            found = self._resume_newest(steps, state, init, skip)
+        elif self.config.resume == "required":
+            raise NoCheckpointError(f"checkpoint.resume is 'required', but {self._root} has no committed step")
+        else:
+            found = (_initial(state, init), 0)
+        self._seen = found[1]
+        self._saved = found[1] if steps else None
+        self._saver.compile_ahead(found[0])
+        return found
+
+    def wait(self) -> None:
+        """Waits until the save under way is committed.
+
+        Raises:
+          SaveError: It failed (with `on_error: raise`).
+        """
+        if self.config.enabled:
+            self._saver.writer.wait()
+            self._report_error(self._seen)
+
+    def close(self) -> None:
+        """Waits for the save under way and ends. Called by leaving the `with` block.
+
+        Raises:
+          SaveError: The last save failed, whatever `on_error` says.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.close()
+        if self.config.enabled:
+            self._saver.writer.wait()
+            forget(self._saver.writer)
+            if (error := self._saver.writer.take_error()) is not None:
+                raise _raisable(error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except SaveError as failed:
+            error.add_note(f"besides, a checkpoint was not saved: {failed}")
+
+    def _save(self, step: int, state: Any, begun: float, metrics: Mapping[str, Any] | None, extra: Any) -> None:
+        waited = self._saver.writer.wait()
+        if waited > 1e-3:
+            logger.info("step %d waited %.3f s for the save before", step, waited)
+        self._report_error(step)
+        final = self._root / str(step)
+        damaged = step in self._saver.writer.damaged
+        if final.exists() and not damaged:
+            raise StepOrderError(f"step {step} exists in {self._root} already and is not overwritten")
+        for value in (metrics or {}).values():
+            if isinstance(value, jax.Array):
+                value.copy_to_host_async()
+        self._saver.save(
+            state,
+            step=step,
+            begun=begun + waited,
+            waited_secs=waited,
+            final=final,
+            temporary=commit.temporary(self._root, step, self._saver.nonce),
+            item=self.config.item or "default",
+            data_state=_encode_data_state(self._data),
+            metrics=metrics,
+            extra=_checked_json(extra),
+            replaces=final if damaged and final.exists() else None,
+        )
+        self._saved = step
+        logger.debug("step %d: snapshot taken in %.1f ms", step, (time.perf_counter() - begun - waited) * 1e3)
+        if not self.config.async_save:
+            self._saver.writer.wait()
+            self._report_error(step)
+
+    def _report_error(self, step: int | None) -> None:
+        """Raises or logs the error of the last save, once."""
+        if (error := self._saver.writer.take_error()) is None:
+            return
+        self._saved = None
+        if self.config.on_error == "raise":
+            raise _raisable(error)
+        logger.error("at step %s: %s; training goes on (on_error: log)", step, error)
+
+    def _check_fresh_start(self, step: int) -> None:
+        ahead = [s for s in commit.committed_steps(self._root) if s >= step]
+        if ahead:
+            raise StepOrderError(
+                f"{self._root} has steps up to {max(ahead)}, and this run, which did not call resume(), is at step "
+                f"{step}: its steps would be lost among them. Call resume(), or set another directory."
+            )
+
+    def _resume_exactly(
+        self, step: int, steps: Mapping[int, str], state: Any, init: Any, skip: Sequence[str], rewind: bool
+    ) -> tuple[Any, int]:
+        if step not in steps:
+            raise NoCheckpointError(f"{self._root} has no step {step}; it has {list(steps) or 'none'}")
+        newer = [s for s in steps if s > step]
+        if newer and not rewind:
+            raise StepOrderError(
+                f"step {step} is not the newest: {newer} would be in the way of this run. "
+                "Pass rewind=True to move them aside."
+            )
+        found = self._restore(self._root / steps[step], state, init, skip)
+        for later in sorted(newer, reverse=True):
+            moved = commit.move_aside(self._root / steps[later], "abandoned", self._saver.nonce)
+            logger.warning("step %d is moved aside to %s", later, moved)
+        return found, step
+
+    def _resume_newest(self, steps: Mapping[int, str], state: Any, init: Any, skip: Sequence[str]) -> tuple[Any, int]:
+        first_error: CorruptCheckpointError | None = None
+        for step in sorted(steps, reverse=True):
+            try:
+                found = self._restore(self._root / steps[step], state, init, skip)
+            except CorruptCheckpointError as error:
+                logger.warning("step %d is damaged and passed over: %s", step, error)
+                first_error = first_error or error
+                self._saver.writer.damaged.add(step)
+            else:
+                return found, step
+        raise CorruptCheckpointError(
+            f"{self._root} has steps {list(steps)}, and none of them verifies; the newest: {first_error}. "
+            "Nothing was started from zero over them: move them away if that is what you want."
+        ) from first_error
+
+    def _restore(self, directory: Directory, state: Any, init: Any, skip: Sequence[str]) -> Any:
+        stored = open_checkpoint(directory, self.config.item, self._saver.writer.context)
+        data_state = self._matching_data_state(stored)
+        leaves, structure = _filled(state, init, skip)
+        restored = restore(stored, leaves, structure, skip=skip)
+        self.extra = stored.own.get("extra")
+        if data_state is not None:
+            self._data.set_state(data_state)
+        return restored
+
+    def _matching_data_state(self, stored: Stored) -> Any:
+        if self._data is False:
+            return None
+        text = stored.data_state(jax.process_index())
+        if text is None and self._data is not None:
+            raise DataStateError(
+                f"{stored.directory} has no data-iterator state, so `data` would begin anew and repeat what the state "
+                "has seen; pass data=False to resume all the same, and position the data yourself"
+            )
+        if text is not None and self._data is None:
+            raise DataStateError(
+                f"{stored.directory} has data-iterator state, but the callback has no `data`; pass the iterator, or "
+                "data=False to pass the state over"
+            )
+        return None if text is None else _decode_data_state(text)
+
+
+def _as_step(step: Any) -> int:
+    if isinstance(step, jax.Array):
+        raise TypeError(
+            "step must be a Python int, got a jax.Array: converting it would wait for the device in every step. "
+            "Count the steps in the loop, as an int."
+        )
+    if isinstance(step, bool):
+        raise TypeError("step must be an int, got a bool")
+    try:
+        value = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step must be an int, got {type(step).__qualname__}") from None
+    if value < 0:
+        raise StepOrderError(f"step must not be negative, got {value}")
+    return value
+
+
+def _check_writable(root: Directory, nonce: str) -> None:
+    with explained(f"checkpoint.directory {root} cannot be written", ConfigError):
+        root.make()
+        probe = f".rpsave-probe-{nonce}"
+        root.write(probe, b"")
+        (root.path / probe).unlink()
+
+
+def _initial(state: Any, init: Callable[[], Any] | None) -> Any:
+    """The state where there is no checkpoint."""
+    if init is not None:
+        return init()
+    abstract = [leaf.label for leaf in flatten(state)[0] if isinstance(leaf.original, jax.ShapeDtypeStruct)]
+    if abstract:
+        raise NoCheckpointError(
+            f"there is no checkpoint, and the state is abstract ({abstract[0]} is a ShapeDtypeStruct): "
+            "pass init=, a function that makes it"
+        )
+    return state
+
+
+def _filled(state: Any, init: Callable[[], Any] | None, skip: Sequence[str]) -> tuple[list[Leaf], Any]:
+    """The target's leaves; where skipped ones are abstract, `init` makes the values that they keep."""
+    leaves, structure = flatten(state)
+    if skip and any(isinstance(leaf.original, jax.ShapeDtypeStruct) for leaf in leaves):
+        if init is None:
+            raise TreeMismatchError("skipped leaves keep the target's values, but it is abstract: pass init=")
+        return flatten(init())
+    return leaves, structure
+
+
+def _checked_json(extra: Any) -> Any:
+    try:
+        return json.loads(json.dumps(extra))
+    except (TypeError, ValueError) as error:
+        raise SaveError(f"extra must be something that JSON can hold: {error}") from error
+
+
+def _encode_data_state(data: Any) -> bytes | None:
+    if data is None or data is False:
+        return None
+    state = data.get_state()
+    if isinstance(state, bytes):
+        return json.dumps({"bytes": base64.b64encode(state).decode()}).encode()
+    try:
+        return json.dumps({"json": state}).encode()
+    except (TypeError, ValueError) as error:
+        raise DataStateError(f"data.get_state() must be bytes or something that JSON can hold: {error}") from error
+
+
+def _decode_data_state(text: bytes) -> Any:
+    state = json.loads(text)
+    return base64.b64decode(state["bytes"]) if "bytes" in state else state["json"]
+
+
+def _raisable(error: BaseException) -> BaseException:
+    """The background's error as one for this thread, with the original as its cause."""
+    if isinstance(error, SaveError):
+        raised = type(error)(*error.args)
+        raised.__cause__ = error
+        return raised
+    raised = SaveError(f"saving failed: {error!r}")
+    raised.__cause__ = error
+    return raised

@@ -1,0 +1,292 @@
+"""The JSON documents of an Orbax checkpoint (0.12), built and parsed.
+
+Orbax has no public writer for `_METADATA` and `array_metadatas`; the formats are those that version 0.12.8 writes.
+This package's own documents are sealed: they end in a digest of themselves.
+
+    <step>/_CHECKPOINT_METADATA                    item handlers, times, metrics; `custom_metadata.flax_rpsave`
+    <step>/commit_success.txt                      digests of the other documents, sealed
+    <step>/default/_METADATA                       a tree entry a leaf, empty containers too
+    <step>/default/_sharding                       a sharding a `jax.Array`
+    <step>/default/_strings.json                   strings
+    <step>/default/array_metadatas/process_N       chunk shapes, PRNG implementations
+    .rpsave/process_N/index   (in the database)    digests of the chunks that process N wrote, sealed
+    .rpsave/process_N/data    (in the database)    state of process N's data iterator, sealed
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import xxhash
+from jax.sharding import SingleDeviceSharding
+
+from flax_rpsave.errors import CorruptCheckpointError
+from flax_rpsave.leaves import Leaf
+from flax_rpsave.planner import LeafPlan, as_named_sharding
+
+TREE = "_METADATA"
+SHARDINGS = "_sharding"
+STRINGS = "_strings.json"
+CHECKPOINT = "_CHECKPOINT_METADATA"
+COMMIT = "commit_success.txt"
+ARRAY_METADATAS = "array_metadatas"
+FORMAT_VERSION = 1
+"""Version of what this package adds to the Orbax format."""
+
+_HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
+_STOCK_COMMIT = b"Checkpoint commit was successful"
+
+
+@dataclass(frozen=True)
+class TreeEntry:
+    """One entry of `_METADATA`.
+
+    Attributes:
+      name: The name of its array.
+      path: Its keys; of a part of a checkpoint, those below the part.
+      key_types: Orbax's key types.
+      kind: "jax.Array", "np.ndarray", "scalar", "string", or an empty node.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    key_types: tuple[int, ...]
+    kind: str
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it has an array."""
+        return self.kind in ("jax.Array", "np.ndarray", "scalar")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What `_METADATA` says.
+
+    Attributes:
+      entries: The leaves.
+      use_ocdbt: Whether the arrays lie in an OCDBT database.
+      use_zarr3: Whether they are zarr3, else zarr2.
+      all_chunks_stored: Whether a chunk that is missing is an error, else it is zeros.
+    """
+
+    entries: tuple[TreeEntry, ...]
+    use_ocdbt: bool
+    use_zarr3: bool
+    all_chunks_stored: bool
+
+
+def build_tree(leaves: Sequence[Leaf], plans: Mapping[str, LeafPlan], use_ocdbt: bool) -> bytes:
+    """`_METADATA`."""
+    tree = {}
+    for leaf in leaves:
+        value: dict[str, Any] = {
+            "value_type": leaf.kind,
+            "skip_deserialize": not leaf.is_array and leaf.kind != "string",
+        }
+        if leaf.kind == "jax.Array":
+            value["write_shape"] = list(plans[leaf.name].chunk_shape)
+        keys = [{"key": key, "key_type": kind} for key, kind in zip(leaf.path, leaf.key_types, strict=True)]
+        tree[str(leaf.path)] = {"key_metadata": keys, "value_metadata": value}
+    return _json({
+        "tree_metadata": tree,
+        "use_ocdbt": use_ocdbt,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    })  # fmt: skip
+
+
+def parse_tree(data: bytes, where: str) -> Tree:
+    """Parses `_METADATA`.
+
+    Raises:
+      CorruptCheckpointError: It is no such document.
+    """
+    with _Parsing(where):
+        document = json.loads(data)
+        entries = []
+        for entry in document["tree_metadata"].values():
+            keys = entry["key_metadata"]
+            kind = entry["value_metadata"]["value_type"]
+            path = tuple(str(k["key"]) for k in keys)
+            entries.append(TreeEntry(".".join(path), path, tuple(int(k["key_type"]) for k in keys), str(kind)))
+        return Tree(
+            tuple(entries),
+            use_ocdbt=bool(document.get("use_ocdbt", True)),
+            use_zarr3=bool(document.get("use_zarr3", False)),
+            all_chunks_stored=bool(document.get("store_array_data_equal_to_fill_value", False)),
+        )
+
+
+def build_shardings(leaves: Sequence[Leaf]) -> bytes:
+    """`_sharding`."""
+    shardings = {}
+    for leaf in leaves:
+        if leaf.kind == "jax.Array" and leaf.value.sharding is not None:
+            name = base64.urlsafe_b64encode(leaf.name.encode()).decode()
+            shardings[name] = _sharding_text(leaf.value.sharding, tuple(leaf.value.shape))
+    return _json(shardings)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharding_text(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
+    if isinstance(sharding, SingleDeviceSharding):
+        return str(ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding).to_serialized_string())
+    named = as_named_sharding(sharding, shape)
+    return str(ocp.metadata.NamedShardingMetadata.from_jax_sharding(named).to_serialized_string())
+
+
+def build_array_metadatas(leaves: Sequence[Leaf], plans: Mapping[str, LeafPlan]) -> bytes:
+    """`array_metadatas/process_N`."""
+    arrays = []
+    for leaf in leaves:
+        if leaf.kind == "jax.Array":
+            chunk = list(plans[leaf.name].chunk_shape)
+            impl = {"random_key_impl": leaf.key_impl} if leaf.key_impl is not None else None
+            entry = {"param_name": leaf.name, "write_shape": chunk, "chunk_shape": chunk, "ext_metadata": impl}
+            arrays.append({"array_metadata": entry})
+    return _json({"array_metadatas": arrays})
+
+
+def parse_key_impls(data: bytes, where: str) -> dict[str, str]:
+    """Names of the PRNG implementations, by leaf name, from `array_metadatas/process_N`."""
+    with _Parsing(where):
+        impls = {}
+        for entry in json.loads(data)["array_metadatas"]:
+            array = entry["array_metadata"]
+            if impl := (array.get("ext_metadata") or {}).get("random_key_impl"):
+                impls[str(array["param_name"])] = str(impl)
+        return impls
+
+
+def build_strings(leaves: Sequence[Leaf]) -> bytes | None:
+    """`_strings.json`, or None where there are no strings."""
+    strings = {leaf.name: leaf.value for leaf in leaves if leaf.kind == "string"}
+    return _json(strings) if strings else None
+
+
+def parse_strings(data: bytes, where: str) -> dict[str, str]:
+    """Strings by leaf name."""
+    with _Parsing(where):
+        return {str(name): str(text) for name, text in json.loads(data).items()}
+
+
+def build_checkpoint(
+    item: str | None,
+    metrics: Mapping[str, Any],
+    own: Mapping[str, Any],
+    begun_ns: int,
+) -> bytes:
+    """`_CHECKPOINT_METADATA`.
+
+    Args:
+      item: Name of the item in the step's directory; None where the item is that directory.
+      metrics: Numbers by name.
+      own: What this package keeps there.
+      begun_ns: When the save began, in ns since 1970.
+    """
+    return _json({
+        "item_handlers": _HANDLER if item is None else {item: _HANDLER},
+        "metrics": dict(metrics),
+        "performance_metrics": {},
+        "init_timestamp_nsecs": begun_ns,
+        "commit_timestamp_nsecs": time.time_ns(),
+        "custom_metadata": {"flax_rpsave": {"format": FORMAT_VERSION, **own}},
+    })  # fmt: skip
+
+
+def parse_checkpoint(data: bytes, where: str) -> dict[str, Any]:
+    """Parses `_CHECKPOINT_METADATA`."""
+    with _Parsing(where):
+        document = json.loads(data)
+        return {
+            "metrics": dict(document.get("metrics") or {}),
+            "item_handlers": document.get("item_handlers"),
+            "own": dict((document.get("custom_metadata") or {}).get("flax_rpsave") or {}),
+        }
+
+
+def build_commit(documents: Mapping[str, bytes]) -> bytes:
+    """`commit_success.txt`: digests of the documents by their path in the step's directory."""
+    return seal(_json({name: digest(data) for name, data in documents.items()}))
+
+
+def check_commit(marker: bytes, documents: Mapping[str, bytes | None], where: str) -> None:
+    """Compares documents with the digests in `commit_success.txt`; a stock one has none.
+
+    Raises:
+      CorruptCheckpointError: One is missing or changed.
+    """
+    if marker.startswith(_STOCK_COMMIT):
+        return
+    expected = json.loads(unseal(marker, f"{where}/{COMMIT}"))
+    for name, wanted in expected.items():
+        data = documents.get(name)
+        if data is None:
+            raise CorruptCheckpointError(f"{where}/{name} is missing")
+        if digest(data) != wanted:
+            raise CorruptCheckpointError(f"{where}/{name} was changed after it was written")
+
+
+def build_index(digests: Mapping[str, str]) -> bytes:
+    """`.rpsave/process_N/index`, sealed: digest of each chunk that a process wrote by its key, "" for none taken."""
+    return seal(_json({"format": FORMAT_VERSION, "algorithm": "xxh3_64", "chunks": dict(digests)}))
+
+
+def parse_index(data: bytes, where: str) -> dict[str, str]:
+    """Digests by chunk key.
+
+    Raises:
+      CorruptCheckpointError: The index was changed.
+    """
+    with _Parsing(where):
+        return {str(key): str(value) for key, value in json.loads(unseal(data, where))["chunks"].items()}
+
+
+def seal(text: bytes) -> bytes:
+    """The text and a line with its digest."""
+    return text + b"\nxxh3_64:" + digest(text).encode() + b"\n"
+
+
+def unseal(data: bytes, where: str) -> bytes:
+    """The text of a sealed document.
+
+    Raises:
+      CorruptCheckpointError: It was changed.
+    """
+    text, _, tail = data.rpartition(b"\nxxh3_64:")
+    if tail != digest(text).encode() + b"\n":
+        raise CorruptCheckpointError(f"{where} was changed after it was written, or is cut off")
+    return text
+
+
+def digest(data: Any) -> str:
+    """XXH3 (64 bits) of a buffer, in hex."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+class _Parsing:
+    """Turns what goes wrong in parsing a document into a `CorruptCheckpointError` that names it."""
+
+    def __init__(self, where: str):
+        self._where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, (ValueError, KeyError, TypeError, AttributeError, IndexError)):
+            raise CorruptCheckpointError(f"{self._where} is not a document of a checkpoint: {error!r}") from error
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()

@@ -1,0 +1,127 @@
+"""What puts a process's chunks into storage.
+
+An engine takes chunks by reference, in one or more batches, and small values of its own; `finish` returns what was
+written. `TensorStoreEngine` is the one for every store and codec: each batch is one transaction on one database.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import tensorstore as ts
+
+from flax_rpsave.config import StorageConfig
+from flax_rpsave.documents import digest
+from flax_rpsave.planner import LeafPlan
+from flax_rpsave.snapshot import Piece
+from flax_rpsave.store import Directory, array_spec, chunk_key, database, open_database
+
+
+@dataclass
+class Written:
+    """What an engine wrote.
+
+    Attributes:
+      nbytes: Bytes of chunk data, padding included.
+      digests: Of each chunk by its key, of the values without padding; "" where none was taken.
+    """
+
+    nbytes: int = 0
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """Writes one process's part of one step."""
+
+    name: str
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """Digests of the chunks written so far, by key."""
+
+    def write(self, pieces: Iterable[Piece]) -> None:
+        """Writes a batch; it is durable on return, and no piece is referred to any more."""
+
+    def finish(self, values: Mapping[str, bytes]) -> Written:
+        """Writes small values beside the arrays, by key, and ends."""
+
+
+class TensorStoreEngine:
+    """Writes through TensorStore.
+
+    Args:
+      directory: Where the database lies.
+      names: Names of the leaves.
+      plans: Their plans.
+      describe_all: Whether to write the array documents of leaves of which this process has no chunk (one process
+        must, for leaves without elements).
+      storage: The `storage:` block.
+      context: Shared by the run.
+    """
+
+    name = "tensorstore"
+
+    def __init__(
+        self,
+        directory: Directory,
+        names: Sequence[str],
+        plans: Sequence[LeafPlan],
+        describe_all: bool,
+        storage: StorageConfig,
+        context: ts.Context,
+    ):
+        self._database = database(directory, storage.use_ocdbt)
+        self._names = names
+        self._plans = plans
+        self._storage = storage
+        self._context = context
+        self._written = Written()
+        self._undescribed = set(range(len(names))) if describe_all else set()
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """See `Engine.digests`."""
+        return self._written.digests
+
+    def write(self, pieces: Iterable[Piece]) -> None:
+        """See `Engine.write`."""
+        transaction = ts.Transaction()
+        arrays: dict[int, ts.TensorStore] = {}
+        pending = []
+        for piece in pieces:
+            if piece.leaf not in arrays:
+                arrays[piece.leaf] = self._create(piece.leaf, transaction)
+            plan = self._plans[piece.leaf]
+            key = chunk_key(self._names[piece.leaf], piece.chunk)
+            data = piece.data
+            self._written.digests[key] = digest(np.ascontiguousarray(data)) if self._storage.checksum else ""
+            self._written.nbytes += plan.slice_nbytes
+            target = arrays[piece.leaf][plan.chunk_box(piece.chunk)]
+            pending.append(target.write(data, can_reference_source_data_indefinitely=True).copy)
+        for future in pending:
+            future.result()
+        transaction.commit_sync()
+
+    def finish(self, values: Mapping[str, bytes]) -> Written:
+        """See `Engine.finish`."""
+        transaction = ts.Transaction()
+        for leaf in sorted(self._undescribed):
+            self._create(leaf, transaction)
+        store = open_database(self._database, self._context).with_transaction(transaction)
+        for future in [store.write(key, value) for key, value in values.items()]:
+            future.result()
+        transaction.commit_sync()
+        return self._written
+
+    def _create(self, leaf: int, transaction: ts.Transaction) -> Any:
+        """Opens a leaf's array, writing its document where this engine has not yet."""
+        plan = self._plans[leaf]
+        layout = plan.layout
+        spec = array_spec(
+            self._database, self._names[leaf], layout.shape, layout.dtype, plan.chunk_shape, self._storage
+        )
+        self._undescribed.discard(leaf)
+        return ts.open(spec, create=True, open=True, context=self._context, transaction=transaction).result()

@@ -1,0 +1,350 @@
+"""A train state as a list of named leaves, and back.
+
+Any pytree is taken; NNX objects inside it (`nnx.Module`, `nnx.Optimizer`, `nnx.Rngs`, `nnx.Variable`) are
+walked the NNX way, so that a Variable reached twice is stored once. An `nnx.State` is a value, not an object: its
+leaves are its own, even where its Variables are those of a module (an EMA that starts as `nnx.state(model)` is stored
+under its own names from the first save on). Paths and names are those that Orbax gives the same object: the keys joined
+by `.`, an NNX Variable's value under `….value`.
+
+Empty containers are leaves too: stock Orbax needs an entry for each, or it reports another tree structure.
+Values that are no data (functions) are not stored; they are logged, and come from the target on restore.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from flax_rpsave.errors import SaveError, UnsupportedLeafError
+
+logger = logging.getLogger(__name__)
+
+SEQUENCE_KEY: Final = 1
+"""Orbax's `key_type` of a position in a list or tuple."""
+DICT_KEY: Final = 2
+"""Orbax's `key_type` of a dict key, a dataclass field or a named-tuple field."""
+
+# What zarr3 has no data type for (TensorStore 0.1.86), beside everything that is not a number.
+_UNSTORABLE_DTYPES: Final = frozenset(
+    {"uint2", "uint4", "int1", "uint1", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn"}
+)
+_TRANSIENT: Final = (nnx.Intermediate, nnx.Cache, nnx.Perturbation)
+_NNX_NODE: Final = (nnx.Pytree, nnx.Variable)
+_EMPTY_KINDS: Final[dict[type, str]] = {type(None): "None", dict: "Dict", list: "List", tuple: "Tuple"}
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of a state.
+
+    Attributes:
+      path: The keys that lead to it, as text.
+      key_types: For each key `SEQUENCE_KEY` or `DICT_KEY`.
+      kind: What it is, in Orbax's words: "jax.Array", "np.ndarray", "scalar", "string", or an empty node: "None",
+        "Dict", "List", "Tuple".
+      value: A `jax.Array` or `jax.ShapeDtypeStruct` ("jax.Array"; of a typed PRNG key its uint32 key data), a NumPy
+        array ("np.ndarray", "scalar"), a `str` ("string"), or the empty node itself.
+      key_impl: The implementation's name ("threefry2x32") of a typed PRNG key, else None.
+      original: The leaf as it stands in the state.
+    """
+
+    path: tuple[str, ...]
+    key_types: tuple[int, ...]
+    kind: str
+    value: Any
+    key_impl: str | None = None
+    original: Any = field(default=None, repr=False)
+
+    def without_values(self) -> Leaf:
+        """The leaf with a `jax.ShapeDtypeStruct` for an array: what documents need, and no memory."""
+        value = self.value
+        if isinstance(value, (jax.Array, np.ndarray)):
+            sharding = value.sharding if isinstance(value, jax.Array) else None
+            value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+        return dataclasses.replace(self, value=value, original=None)
+
+    @property
+    def name(self) -> str:
+        """The name under which the array is stored."""
+        return ".".join(self.path)
+
+    @property
+    def label(self) -> str:
+        """The path for messages, `/` between the keys."""
+        return "/".join(self.path) or "(the root)"
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it has an array on disk."""
+        return self.kind in ("jax.Array", "np.ndarray", "scalar")
+
+
+class Structure:
+    """What `flatten` took apart: makes the same state again from other values."""
+
+    def __init__(self, treedef: Any, values: list[Any]):
+        self._treedef = treedef
+        self._values = values  # of the outer pytree: leaves, NNX objects, `nnx.State`s
+        self._nodes: list[Any] = []
+        self._variables: list[tuple[Any, Any]] = []  # (path, Variable or array attribute) over all NNX objects
+        self._slots: list[tuple[str, int, int]] = []  # of each leaf: where it belongs, and its index there
+
+    def rebuild(self, values: Mapping[int, Any]) -> Any:
+        """The state with leaf i replaced by `values[i]`; leaves not named keep what they have.
+
+        NNX objects and `nnx.State`s are updated in place, all at once.
+        """
+        changes: dict[str, dict[int, dict[int, Any]]] = {"tree": {}, "state": {}, "nnx": {}}
+        for i, value in values.items():
+            where, at, part = self._slots[i]
+            changes[where].setdefault(at, {})[part] = value
+        tree_values = list(self._values)
+        for at, parts in changes["tree"].items():
+            tree_values[at] = parts[0]
+        for at, parts in changes["state"].items():
+            tree_values[at].update(_replace_leaves(tree_values[at], parts))
+        updates = []
+        for at, parts in changes["nnx"].items():
+            path, old = self._variables[at]
+            if isinstance(old, nnx.Variable):
+                updates.append((path, old.replace(_replace_leaves(old.get_raw_value(), parts))))
+            else:
+                updates.append((path, parts[0]))
+        if updates:
+            nnx.update(self._nodes, nnx.from_flat_state(updates))
+        return self._treedef.unflatten(tree_values)
+
+
+def flatten(state: Any) -> tuple[list[Leaf], Structure]:
+    """Takes a state apart.
+
+    Args:
+      state: Any pytree, NNX object or container of them. Leaves may be `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      Its leaves in a fixed order, and the structure to put them together again.
+
+    Raises:
+      UnsupportedLeafError: A leaf cannot be stored, or two leaves would get the same name.
+      SaveError: An array was deleted (donated) already.
+    """
+    try:
+        flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=_stops)
+    except (TypeError, ValueError) as error:
+        raise UnsupportedLeafError(
+            f"the state has a container whose keys cannot be sorted: {error}. Use keys of one type in each dict."
+        ) from error
+    structure = Structure(treedef, [value for _, value in flat])
+    leaves: list[Leaf] = []
+    transient: list[str] = []
+
+    def add(where: str, at: int, prefix: tuple[str, ...], prefix_types: tuple[int, ...], value: Any) -> None:
+        """Adds the leaves of a pytree that has no NNX objects."""
+        for part, (keys, leaf_value) in enumerate(_flat_in_state(value)):
+            sub_path, sub_types = _path_of(keys)
+            path = prefix + sub_path
+            if isinstance(leaf_value, nnx.Variable):
+                transient.append("/".join(path))
+            elif (leaf := _leaf(path, prefix_types + sub_types, leaf_value)) is not None:
+                leaves.append(leaf)
+                structure._slots.append((where, at, part))
+
+    prefixes = []
+    for position, (keys, value) in enumerate(flat):
+        if isinstance(value, _NNX_NODE):
+            structure._nodes.append(value)
+            prefixes.append(_path_of(keys))
+        else:
+            add("state" if isinstance(value, nnx.State) else "tree", position, *_path_of(keys), value)
+    if structure._nodes:
+        structure._variables = list(nnx.to_flat_state(nnx.split(structure._nodes)[1]))
+    for index, (nnx_path, value) in enumerate(structure._variables):
+        prefix, prefix_types = prefixes[nnx_path[0]]
+        path = (*prefix, *map(str, nnx_path[1:]))
+        key_types = (*prefix_types, *[DICT_KEY] * (len(nnx_path) - 1))
+        if isinstance(value, _TRANSIENT):
+            transient.append("/".join(path))
+        elif isinstance(value, nnx.Variable):
+            add("nnx", index, (*path, "value"), (*key_types, DICT_KEY), value.get_raw_value())
+        else:
+            add("nnx", index, path, key_types, value)
+    if transient:
+        _log_once(f"left out, since they are not part of the train state: {', '.join(sorted(transient))}")
+    _check_names(leaves)
+    return leaves, structure
+
+
+def unflatten_to_dicts(
+    paths: Sequence[tuple[str, ...]], key_types: Sequence[tuple[int, ...]], values: Sequence[Any]
+) -> Any:
+    """Nested dicts and lists from paths: what is returned where there is no target.
+
+    Positions of a sequence that are absent (a partial read) are dropped.
+    """
+    if list(paths) == [()]:
+        return values[0]
+    root: dict[Any, Any] = {}
+    sequences: list[tuple[dict[Any, Any], Any]] = []
+    for path, types, value in zip(paths, key_types, values, strict=True):
+        node = root
+        for depth, key in enumerate(path[:-1]):
+            child = node.setdefault(key, {})
+            if types[depth + 1] == SEQUENCE_KEY and not any(n is node and k == key for n, k in sequences[-1:]):
+                sequences.append((node, key))
+            node = child
+        node[path[-1]] = value
+    top_is_sequence = bool(key_types) and all(types and types[0] == SEQUENCE_KEY for types in key_types)
+    for node, key in reversed(_unique(sequences)):
+        node[key] = [node[key][k] for k in sorted(node[key], key=int)]
+    return [root[k] for k in sorted(root, key=int)] if top_is_sequence else root
+
+
+def _unique(sequences: list[tuple[dict[Any, Any], Any]]) -> list[tuple[dict[Any, Any], Any]]:
+    seen = {(id(node), key): (node, key) for node, key in sequences}
+    return list(seen.values())
+
+
+def _path_of(keys: Sequence[Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    path, types = [], []
+    for key in keys:
+        if isinstance(key, jax.tree_util.SequenceKey):
+            path.append(str(key.idx))
+            types.append(SEQUENCE_KEY)
+        elif isinstance(key, jax.tree_util.FlattenedIndexKey):
+            path.append(str(key.key))
+            types.append(SEQUENCE_KEY)
+        else:
+            path.append(str(key.name if isinstance(key, jax.tree_util.GetAttrKey) else getattr(key, "key", key)))
+            types.append(DICT_KEY)
+    return tuple(path), tuple(types)
+
+
+def _is_empty_node(node: Any) -> bool:
+    children = jax.tree_util.default_registry.flatten_one_level(node)
+    return children is not None and not list(children[0])
+
+
+def _stops(node: Any) -> bool:
+    """Whether flattening the outer pytree ends here."""
+    return isinstance(node, (*_NNX_NODE, nnx.State)) or _is_empty_node(node)
+
+
+def _stops_in_state(node: Any) -> bool:
+    """Whether flattening an `nnx.State` or a Variable's value ends here."""
+    return isinstance(node, _TRANSIENT) or _is_empty_node(node)
+
+
+def _flat_in_state(value: Any) -> list[tuple[Any, Any]]:
+    return jax.tree_util.tree_flatten_with_path(value, is_leaf=_stops_in_state)[0]
+
+
+def _replace_leaves(tree: Any, parts: Mapping[int, Any]) -> Any:
+    treedef: Any
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_stops_in_state)
+    for part, new in parts.items():
+        leaves[part] = new
+    return treedef.unflatten(leaves)
+
+
+def _leaf(path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> Leaf | None:
+    """The leaf for a value, or None where there is nothing to store."""
+    make = functools.partial(Leaf, path, key_types, original=value)
+    where = "/".join(path) or "(the root)"
+    if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        if isinstance(value, jax.Array) and value.is_deleted():
+            raise SaveError(
+                f"leaf {where} was deleted: its buffers were donated to a jitted function. "
+                "Pass the state that the train step returned, not the one that it consumed."
+            )
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return make("jax.Array", *_key_data(value))
+        _check_dtype(where, value.dtype)
+        return make("jax.Array", value)
+    if isinstance(value, np.ndarray):
+        _check_dtype(where, value.dtype)
+        return make("np.ndarray", value)
+    if isinstance(value, (bool, int, float, complex, np.generic)) and not isinstance(value, (str, bytes)):
+        array = np.asarray(value)
+        _check_dtype(where, array.dtype)
+        return make("scalar", array)
+    if isinstance(value, str):
+        return make("string", value)
+    if (children := jax.tree_util.default_registry.flatten_one_level(value)) is not None:
+        assert not list(children[0])  # `_stops` lets only empty nodes through
+        plain = value is None or (isinstance(value, (dict, list, tuple)) and not hasattr(value, "_fields"))
+        kinds = [k for t, k in _EMPTY_KINDS.items() if isinstance(value, t)]
+        return make(kinds[0] if plain else "Dict" if isinstance(value, Mapping) else "None", value)
+    if callable(value):
+        _log_once(f"leaf {where} is a function and is not stored; on restore it comes from the target")
+        return None
+    raise UnsupportedLeafError(
+        f"leaf {where} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored; a leaf must "
+        "be a JAX or NumPy array, a number, a string or None. Mark it static in its container, or keep it outside."
+    )
+
+
+def _key_data(value: Any) -> tuple[Any, str]:
+    """The key data (uint32) of typed keys, or its `ShapeDtypeStruct`, and the name of their implementation."""
+    if isinstance(value, jax.Array):
+        return jax.random.key_data(value), str(jax.random.key_impl(value))
+    impl = ""
+
+    def trace(keys: Any) -> Any:
+        nonlocal impl
+        impl = str(jax.random.key_impl(keys))
+        return jax.random.key_data(keys)
+
+    data = jax.eval_shape(trace, jax.ShapeDtypeStruct(value.shape, value.dtype))
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=value.sharding), impl
+
+
+def _check_dtype(where: str, dtype: Any) -> None:
+    dtype = np.dtype(dtype)
+    custom = dtype.kind == "V" and hasattr(ml_dtypes, dtype.name)
+    if dtype.name in _UNSTORABLE_DTYPES or (dtype.kind not in "biufc" and not custom) or dtype.itemsize > 16:
+        raise UnsupportedLeafError(
+            f"leaf {where} has dtype {dtype.name}, for which the zarr3 format has no data type. "
+            "Store it as another dtype, for instance as its bits (`jax.lax.bitcast_convert_type`)."
+        )
+
+
+def _check_names(leaves: Sequence[Leaf]) -> None:
+    by_name: dict[str, Leaf] = {}
+    for leaf in leaves:
+        other = by_name.setdefault(leaf.name, leaf)
+        if other is not leaf:
+            raise UnsupportedLeafError(
+                f"leaves {list(other.path)} and {list(leaf.path)} would both be stored as {leaf.name!r}; rename a key."
+            )
+    array_names = {leaf.name for leaf in leaves if leaf.is_array}
+    for name in array_names:
+        parts = name.split("/")
+        if any(part in ("", ".", "..") for part in parts) and name != "":
+            raise UnsupportedLeafError(f"leaf {name!r} cannot be stored under that name; rename its key.")
+        if name.startswith(".rpsave"):
+            raise UnsupportedLeafError(f"leaf {name!r}: names that begin with '.rpsave' are kept for this package.")
+        for cut in range(1, len(parts)):
+            parent, rest = "/".join(parts[:cut]), parts[cut]
+            if parent in array_names and rest in ("c", "zarr.json"):
+                raise UnsupportedLeafError(
+                    f"leaf {name!r} would be stored inside the array of leaf {parent!r}; rename a key."
+                )
+    for leaf in leaves:
+        for key in leaf.path:
+            if "\x00" in key:
+                raise UnsupportedLeafError(f"leaf {leaf.name!r} has a NUL character in a key; rename it.")
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.info(message)

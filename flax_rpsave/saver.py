@@ -1,0 +1,132 @@
+"""Begins saves: leaves, plan and snapshot in the caller's thread, then the hand-over to the writer."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from flax_rpsave.config import CheckpointConfig
+from flax_rpsave.errors import SaveError
+from flax_rpsave.leaves import Leaf, flatten
+from flax_rpsave.planner import layout_of, plan_leaves
+from flax_rpsave.snapshot import Snapshotter
+from flax_rpsave.store import Directory
+from flax_rpsave.writer import SaveRequest, SaveStats, Writer
+
+logger = logging.getLogger("flax_rpsave")
+
+
+class Saver:
+    """Saves states; keeps the compiled snapshot programs of the last structure seen.
+
+    Args:
+      config: The configuration.
+      root: The run's directory, in which retention deletes; None for a save without a run.
+      on_commit: Called with each commit's stats, in the background.
+    """
+
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        root: Directory | None,
+        on_commit: Callable[[SaveStats], None] | None = None,
+    ):
+        self.config = config
+        self.nonce = secrets.token_hex(4)
+        self.writer = Writer(root, on_commit)
+        self._signature: Any = None
+        self._snapshotter: Snapshotter | None = None
+
+    def save(
+        self,
+        state: Any,
+        *,
+        step: int,
+        begun: float,
+        waited_secs: float,
+        final: Directory,
+        temporary: Directory,
+        item: str | None,
+        data_state: bytes | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        extra: Any = None,
+        replaces: Directory | None = None,
+    ) -> None:
+        """Takes the snapshot and begins to write it; returns when the state may be donated.
+
+        Raises:
+          SaveError: The state cannot be saved; nothing was written.
+        """
+        leaves, _ = flatten(state)
+        if not leaves:
+            raise SaveError(f"step {step}: the state has no leaves, so there is nothing to save")
+        snapshotter = self._snapshotter_for(leaves)
+        arrays = [leaf for leaf in leaves if leaf.is_array]
+        run = self.writer.start(
+            SaveRequest(
+                step=step,
+                final=final,
+                temporary=temporary,
+                item=item,
+                leaves=[leaf.without_values() for leaf in leaves],
+                plan=snapshotter.plan,
+                config=self.config,
+                nonce=self.nonce,
+                data_state=data_state,
+                metrics=metrics or {},
+                extra=extra,
+                replaces=replaces,
+                waited_secs=waited_secs,
+                begun=begun,
+            )
+        )
+        aborted = True
+        try:
+            with jax.profiler.TraceAnnotation("rpsave:dispatch"):
+                for group in range(snapshotter.groups):
+                    if group and not run.wait_written():
+                        break
+                    run.hand_over(snapshotter.take(arrays, group))
+            aborted = False
+        finally:
+            run.end_call(aborted=aborted, in_background=self.config.async_save)
+
+    def compile_ahead(self, state: Any) -> None:
+        """Begins to compile the snapshot programs for states like this one, on a thread of its own."""
+        leaves, _ = flatten(state)
+        if leaves:
+            snapshotter = self._snapshotter_for(leaves)
+            threading.Thread(target=_compile, args=(snapshotter,), name="rpsave-compile").start()
+
+    def _snapshotter_for(self, leaves: list[Leaf]) -> Snapshotter:
+        arrays = [leaf for leaf in leaves if leaf.is_array]
+        signature = [
+            (leaf.name, leaf.kind, leaf.value.shape, leaf.value.dtype, getattr(leaf.value, "sharding", None))
+            for leaf in arrays
+        ]
+        if self._snapshotter is None or signature != self._signature:
+            self._snapshotter = None  # its staging memory goes before the new one's comes
+            plan = plan_leaves([layout_of(leaf.name, leaf.value) for leaf in arrays], self.config.replica_parallel)
+            budget = self.config.max_staging_gb
+            max_nbytes = None if budget is None else int(budget * 1e9)
+            self._snapshotter = Snapshotter(plan, arrays, jax.process_index(), max_nbytes)
+            self._signature = signature
+            if self._snapshotter.groups > 1:
+                logger.warning(
+                    "max_staging_gb: %s is less than the %.2f GB that this process saves: each save goes in %d groups, "
+                    "and the call waits until all but the last are written",
+                    budget, plan.process_bytes.get(jax.process_index(), 0) / 1e9, self._snapshotter.groups,
+                )  # fmt: skip
+        return self._snapshotter
+
+
+def _compile(snapshotter: Snapshotter) -> None:
+    try:
+        snapshotter.compile()
+    except Exception:
+        logger.debug("compiling the snapshot ahead of time failed; the first save tries again", exc_info=True)

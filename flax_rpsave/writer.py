@@ -1,0 +1,358 @@
+"""The save in the background: which thread does what.
+
+The train loop's thread takes the snapshot and hands it over. One thread a save, started by that call, waits for the
+copies, writes them, commits the step, deletes what retention no longer keeps, and ends. It is no daemon, so a program
+that ends without `close` waits for it, and it needs no executor and no further thread, which cannot be had any more
+while the interpreter exits. At most one save runs at a time.
+
+What may block: the loop's thread, in `Writer.wait` (the next save, `wait`, `close`) and, where staging memory is
+limited, in `SaveRun.hand_over` until the group before is written. Nothing in the background calls JAX on devices beyond
+waiting for copies.
+
+Guarantees: an error in the background is kept until it is raised or logged by the loop's thread, once; a save that
+failed leaves no visible step; its directory is removed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore as ts
+
+from flax_rpsave import commit, documents
+from flax_rpsave.config import CheckpointConfig
+from flax_rpsave.engine import TensorStoreEngine, Written
+from flax_rpsave.errors import SaveError
+from flax_rpsave.leaves import Leaf
+from flax_rpsave.planner import SavePlan
+from flax_rpsave.retention import steps_to_delete
+from flax_rpsave.snapshot import Snapshot
+from flax_rpsave.store import PRIVATE_PREFIX, Directory, database, explained, new_context, open_database
+
+logger = logging.getLogger("flax_rpsave")
+
+
+@dataclass(frozen=True)
+class SaveStats:
+    """What one save did.
+
+    Attributes:
+      step: The step.
+      leaves: Leaves in the state.
+      bytes_written: Bytes of array data that this process wrote, padding of edge chunks included.
+      blocking_secs: How long the call took, in seconds, without `waited_secs`.
+      waited_secs: How long the call first waited for the save before.
+      snapshot_secs: From the dispatch of the copies until the last of them was done.
+      write_secs: From then until all of this process's chunks were durable.
+      commit_secs: From then until the step was visible.
+      total_secs: From the beginning of the call until the step was visible.
+      engine: What wrote the chunks.
+    """
+
+    step: int
+    leaves: int
+    bytes_written: int
+    blocking_secs: float
+    waited_secs: float
+    snapshot_secs: float
+    write_secs: float
+    commit_secs: float
+    total_secs: float
+    engine: str
+
+
+@dataclass
+class SaveRequest:
+    """All that the background needs to save one step.
+
+    Attributes:
+      final: The step's directory, which does not exist yet.
+      temporary: Where it is made.
+      item: The item's name within it, or None where the step's directory is the item.
+      leaves: The state's leaves, without their values.
+      replaces: A damaged step of the same name, to be moved aside first.
+    """
+
+    step: int
+    final: Directory
+    temporary: Directory
+    item: str | None
+    leaves: Sequence[Leaf]
+    plan: SavePlan
+    config: CheckpointConfig
+    nonce: str
+    data_state: bytes | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    extra: Any = None
+    replaces: Directory | None = None
+    waited_secs: float = 0.0
+    begun_ns: int = field(default_factory=time.time_ns)
+    begun: float = field(default_factory=time.perf_counter)
+
+
+class SaveRun:
+    """One save: the request, and the hand-over of its snapshots between the two threads."""
+
+    def __init__(self, request: SaveRequest, context: ts.Context):
+        self.request = request
+        self._context = context
+        self._snapshots: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
+        self._written = threading.Semaphore(0)
+        self._call_ended = threading.Event()
+        self._blocking_secs: float | None = None
+        self._aborted = False
+        self.failed = False
+
+    def hand_over(self, snapshot: Snapshot) -> None:
+        """Gives the background a group's snapshot."""
+        self._snapshots.put(snapshot)
+
+    def wait_written(self) -> bool:
+        """Waits until one more group is written; False where the save has failed."""
+        self._written.acquire()
+        return not self.failed
+
+    def end_call(self, *, aborted: bool = False, in_background: bool = True) -> None:
+        """The loop's thread is done with the save: no more groups come, and its blocking time is known."""
+        self._aborted = aborted
+        self._blocking_secs = time.perf_counter() - self.request.begun if in_background else None
+        self._snapshots.put(None)
+        self._call_ended.set()
+
+    def execute(self) -> SaveStats:
+        """Writes and commits; runs in the background."""
+        request = self.request
+        try:
+            with explained(f"step {request.step} was not saved to {request.final}", SaveError):
+                return self._execute()
+        except BaseException:
+            self.failed = True
+            with contextlib.suppress(OSError):
+                request.temporary.delete()
+            raise
+        finally:
+            self._written.release()
+
+    def _execute(self) -> SaveStats:
+        request = self.request
+        item = request.temporary / request.item if request.item is not None else request.temporary
+        item.make()
+        engine = TensorStoreEngine(
+            item / f"{commit.PROCESS_DATABASE}0" if request.config.storage.use_ocdbt else item,
+            [leaf.name for leaf in request.leaves if leaf.is_array],
+            request.plan.leaves,
+            describe_all=True,
+            storage=request.config.storage,
+            context=self._context,
+        )
+        snapshot_secs = 0.0
+        for snapshot in self._groups():
+            with jax.profiler.TraceAnnotation("rpsave:snapshot"):
+                waiting = time.perf_counter()
+                snapshot.wait()
+                snapshot_secs += time.perf_counter() - waiting
+            with jax.profiler.TraceAnnotation("rpsave:write"):
+                engine.write(snapshot.pieces())
+            self._written.release()
+        written = self._finish(engine)
+        wrote = time.perf_counter()
+        with jax.profiler.TraceAnnotation("rpsave:commit"):
+            self._commit(item, written)
+        committed = time.perf_counter()
+        self._call_ended.wait()
+        total = committed - request.begun
+        return SaveStats(
+            step=request.step,
+            leaves=len(request.leaves),
+            bytes_written=written.nbytes,
+            blocking_secs=total if self._blocking_secs is None else self._blocking_secs,
+            waited_secs=request.waited_secs,
+            snapshot_secs=snapshot_secs,
+            write_secs=wrote - request.begun - snapshot_secs,
+            commit_secs=committed - wrote,
+            total_secs=total,
+            engine=engine.name,
+        )
+
+    def _groups(self) -> Iterator[Snapshot]:
+        while (snapshot := self._snapshots.get()) is not None:
+            yield snapshot
+        if self._aborted:
+            raise SaveError(f"step {self.request.step} was given up: the call that took its snapshot failed")
+
+    def _finish(self, engine: TensorStoreEngine) -> Written:
+        request = self.request
+        digests = documents.build_index(engine.digests)
+        values = {f"{PRIVATE_PREFIX}process_0/index": digests}
+        if request.data_state is not None:
+            values[f"{PRIVATE_PREFIX}process_0/data"] = documents.seal(request.data_state)
+        return engine.finish(values)
+
+    def _commit(self, item: Directory, written: Written) -> None:
+        request = self.request
+        use_ocdbt = request.config.storage.use_ocdbt
+        if use_ocdbt:
+            commit.merge(item, written.digests, 1, self._context)
+        else:
+            commit.check_keys(open_database(database(item, False), self._context), written.digests)
+        plans = {leaf.layout.name: leaf for leaf in request.plan.leaves}
+        prefix = f"{request.item}/" if request.item is not None else ""
+        files = {
+            f"{prefix}{documents.TREE}": documents.build_tree(request.leaves, plans, use_ocdbt),
+            f"{prefix}{documents.SHARDINGS}": documents.build_shardings(request.leaves),
+            f"{prefix}{documents.ARRAY_METADATAS}/process_0": documents.build_array_metadatas(request.leaves, plans),
+            documents.CHECKPOINT: documents.build_checkpoint(
+                request.item,
+                _fetched(request.metrics),
+                {"step": request.step, "processes": 1, "extra": request.extra},
+                request.begun_ns,
+            ),
+        }
+        if (strings := documents.build_strings(request.leaves)) is not None:
+            files[f"{prefix}{documents.STRINGS}"] = strings
+        if request.replaces is not None:
+            commit.move_aside(request.replaces, "damaged", request.nonce)
+        commit.publish(request.temporary, item, request.final, files)
+
+
+class Writer:
+    """Runs saves one after the other, each on a thread of its own.
+
+    Args:
+      root: The run's directory, where retention deletes; None for a save without one.
+      on_commit: Called with each commit's stats, in the background.
+    """
+
+    def __init__(self, root: Directory | None, on_commit: Callable[[SaveStats], None] | None = None):
+        self.context = new_context()
+        self.stats: SaveStats | None = None
+        self.damaged: set[int] = set()
+        self._root = root
+        self._on_commit = on_commit
+        self._thread: threading.Thread | None = None
+        self._run: SaveRun | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def step(self) -> int | None:
+        """The step that is being saved."""
+        return self._run.request.step if self._run is not None and self.running else None
+
+    @property
+    def running(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, request: SaveRequest) -> SaveRun:
+        """Begins a save; the one before must have ended."""
+        assert not self.running
+        self._run = SaveRun(request, self.context)
+        self._thread = threading.Thread(target=self._work, args=(self._run,), name=f"rpsave-{request.step}")
+        _fail_at_exit(self)
+        self._thread.start()
+        return self._run
+
+    def wait(self) -> float:
+        """Waits for the save under way; returns the seconds that this took."""
+        if self._thread is None:
+            return 0.0
+        begun = time.perf_counter()
+        self._thread.join()
+        return time.perf_counter() - begun
+
+    def take_error(self) -> BaseException | None:
+        """The error of the last save that ended, once."""
+        if self.running:
+            return None
+        error, self._error = self._error, None
+        return error
+
+    def _work(self, run: SaveRun) -> None:
+        try:
+            self.stats = run.execute()
+        except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
+            self._error = error
+            logger.error("step %d was not saved: %s", run.request.step, error)
+            return
+        stats = self.stats
+        logger.info(
+            "step %d committed: %d leaves, %.1f MB in %.2f s (%.2f GB/s), the loop was blocked for %.1f ms",
+            stats.step, stats.leaves, stats.bytes_written / 1e6, stats.total_secs,
+            stats.bytes_written / 1e9 / stats.total_secs, stats.blocking_secs * 1e3,
+        )  # fmt: skip
+        if self._root is not None:
+            self._clean(self._root, run.request)
+        if self._on_commit is not None:
+            try:
+                self._on_commit(stats)
+            except Exception:
+                logger.exception("on_commit failed for step %d; the step is committed", stats.step)
+
+    def _clean(self, root: Directory, request: SaveRequest) -> None:
+        """Deletes what no rule keeps, and what earlier runs left half done. Its failure harms no checkpoint."""
+        config = request.config
+        try:
+            commit.delete_leftovers(root, request.nonce)
+            steps = {step: name for step, name in commit.committed_steps(root).items() if step not in self.damaged}
+            wants_metrics = config.keep_best is not None and config.max_to_keep is not None
+            doomed = steps_to_delete(
+                {step: commit.read_metrics(root / name) if wants_metrics else None for step, name in steps.items()},
+                max_to_keep=config.max_to_keep,
+                keep_period=config.keep_period,
+                keep_best=config.keep_best,
+            )
+            for step in doomed:
+                commit.delete_step(root, steps[step], request.nonce)
+                logger.debug("step %d deleted", step)
+        except Exception as error:  # noqa: BLE001 - the step is committed, whatever goes wrong here
+            logger.warning("cleaning %s after step %d failed, tried again later: %s", root, request.step, error)
+
+
+def _fetched(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as JSON numbers; one that cannot be had is null, since it is worth less than the checkpoint."""
+    fetched: dict[str, Any] = {}
+    for name, value in metrics.items():
+        try:
+            array = np.asarray(value)
+            fetched[name] = array.astype(float).item() if array.dtype.kind not in "biu" else array.item()
+        except Exception as error:  # noqa: BLE001 - a user's value: anything can go wrong
+            logger.warning("metric %r cannot be stored: %s", name, error)
+            fetched[name] = None
+    return fetched
+
+
+_writers: set[Writer] = set()
+
+
+def _fail_at_exit(writer: Writer) -> None:
+    """Has the program end with a code that is not 0, should this writer's last error never be raised."""
+    if not _writers:
+        atexit.register(_check_errors)
+    _writers.add(writer)
+
+
+def forget(writer: Writer) -> None:
+    """The writer's owner has taken its last error."""
+    _writers.discard(writer)
+
+
+def _check_errors() -> None:
+    errors = [error for writer in _writers if (error := writer.take_error()) is not None]
+    if errors:
+        for error in errors:
+            print(f"flax_rpsave: the last save failed: {error}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
