@@ -71,11 +71,10 @@ def resident_bytes() -> int:
     return _counters("status")["VmRSS"] * 1024
 
 
-def settle() -> None:
-    """Returns freed memory to the system and flushes dirty pages, so that what follows starts from the same place."""
+def give_back() -> None:
+    """Returns freed memory to the system, so that what was done before does not hide what comes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    os.sync()
 
 
 def available_bytes() -> int:

@@ -71,7 +71,8 @@ RESTORING = (
     Measure("CPU-s", "restore", "cpu_secs"),
     READ,
     Measure("from disk, GB", "restore", "storage_read_bytes", unit=1e9),
-    Measure("peak, GB", "restore", "peak_bytes", unit=1e9),
+    Measure("shared by replicas, GB", "restore", "shared_bytes", unit=1e9),
+    Measure("peak of the first, GB", "restore", "peak_bytes", first=True, unit=1e9),
 )
 
 

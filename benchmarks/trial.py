@@ -2,8 +2,9 @@
 
 A process of its own gives each peer the same empty heap and an honest first save and first restore; within it
 the first run is kept apart from the warm ones. Saving and restoring are two trials, as in real life: a run that resumes
-has none of the saved state in its memory. Before every measured piece of work dirty pages are flushed and freed
-memory is given back; before a restore the checkpoint's files are put out of the page cache.
+has none of the saved state in its memory. Before every measured piece of work dirty pages are flushed, and before a
+restore the checkpoint's files are put out of the page cache. What the allocator keeps between saves is the peer's: a
+train loop does not give memory back either.
 
     python -m benchmarks.trial '<request as JSON>' <file for the answer>
 """
@@ -54,7 +55,7 @@ def save(request: Request) -> dict[str, Any]:
     abstract = states.CASES[request.case].abstract(request.scale)
     state, digests = states.materialize(abstract, request.seed)
     (root / "digests.json").write_text(json.dumps(digests))
-    meters.settle()
+    meters.give_back()
     baseline = meters.resident_bytes()
     began = time.perf_counter()
     peer = peers.PEERS[request.peer].open(root / "checkpoints")
@@ -63,7 +64,7 @@ def save(request: Request) -> dict[str, Any]:
     meter, saves = meters.Meter(), []
     for step in range(1, request.repeats + 2):
         shutil.rmtree(root / "checkpoints" / str(step - 1), ignore_errors=True)
-        meters.settle()
+        os.sync()
         time.sleep(_IDLE_SECS)
         meter.start()
         blocking_secs = peer.save(step, state)
@@ -97,8 +98,8 @@ def restore(request: Request) -> dict[str, Any]:
     for _ in range(request.repeats + 1):
         peer = peers.PEERS[request.peer].open(root / "checkpoints")
         meters.drop_from_page_cache(root / "checkpoints")
-        del state  # last of all: a virtual machine's host takes freed memory back within seconds
-        meters.settle()
+        del state  # last of all: the host of a virtual machine takes freed memory back within seconds
+        gc.collect()
         before = meters.resident_bytes()
         meter.start()
         state = jax.block_until_ready(peer.restore(step, abstract))
@@ -111,6 +112,7 @@ def restore(request: Request) -> dict[str, Any]:
                 "peak_bytes": usage.peak_bytes - before,
                 "called_read_bytes": usage.called_read_bytes,
                 "storage_read_bytes": usage.storage_read_bytes,
+                "shared_bytes": states.shared_bytes(state),
                 "bit_equal": not wrong,
                 "differences": wrong[:5],
             }
@@ -129,7 +131,7 @@ def soak(request: Request) -> dict[str, Any]:
     state, _ = states.materialize(abstract, request.seed)
     peer = peers.PEERS[request.peer].open(root / "checkpoints")
     peer.prepare(state)
-    meters.settle()
+    meters.give_back()
     gc.disable()
     resident = []
     for step in range(1, request.repeats + 2):
