@@ -16,9 +16,10 @@ from flax_rpsave.documents import TreeEntry
 from flax_rpsave.errors import NoCheckpointError, StepOrderError, TreeMismatchError
 from flax_rpsave.leaves import flatten, unflatten_to_dicts
 from flax_rpsave.planner import SavePlan, layout_of, plan_leaves
-from flax_rpsave.restore import Stored, cast, is_checkpoint, open_checkpoint, put, restore
+from flax_rpsave.restore import Fit, cast, put
 from flax_rpsave.saver import Saver
 from flax_rpsave.store import Directory, new_context, open_directory
+from flax_rpsave.stored import Stored, is_checkpoint, open_checkpoint
 from flax_rpsave.writer import forget
 
 _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
@@ -64,7 +65,6 @@ def save(
             begun=time.perf_counter(),
             waited_secs=0.0,
             final=final,
-            temporary=commit.temporary(final.parent, final.name, saver.nonce),
             item=None,
         )
         saver.writer.wait()
@@ -108,7 +108,7 @@ def load(
         entries = _below(stored, tuple(part for part in subtree.split("/") if part))
     if target is not None:
         leaves, structure = flatten(target)
-        return restore(stored, leaves, structure, entries=entries, dtype=dtype, sharding=sharding)
+        return Fit(stored, leaves, structure, entries=entries, dtype=dtype, sharding=sharding).finish()
     values: dict[str, Any] = {}
     for name, array in stored.read(stored.open_arrays([entry for entry in entries if entry.is_array])):
         values[name] = cast(array, dtype) if sharding is None else put(cast(array, dtype), sharding)

@@ -26,9 +26,10 @@ from flax_rpsave.errors import (
 )
 from flax_rpsave.leaves import Leaf, flatten
 from flax_rpsave.preemption import PreemptionWatch
-from flax_rpsave.restore import Stored, open_checkpoint, restore
+from flax_rpsave.restore import Fit
 from flax_rpsave.saver import Saver
 from flax_rpsave.store import Directory, explained, open_directory
+from flax_rpsave.stored import Stored, open_checkpoint
 from flax_rpsave.writer import SaveStats, forget
 
 logger = logging.getLogger("flax_rpsave")
@@ -74,11 +75,9 @@ class CheckpointCallback:
         self._resumed = False
         self._closed = False
         self._should_stop = False
-        self._watch = PreemptionWatch(())
+        self._watch = PreemptionWatch(None)
         if not self.config.enabled:
             return
-        if jax.process_count() > 1:
-            raise ConfigError("this version saves from one process; jax.distributed has started several")
         self._root = open_directory(self.config.directory)
         self._saver = Saver(self.config, self._root, on_commit)
         _check_writable(self._root, self._saver.nonce)
@@ -144,7 +143,7 @@ class CheckpointCallback:
                 f"step {step} lies before step {previous}, of the last call: steps must not go backwards"
             )
         interval = self.config.save_interval_steps
-        preempted = self._watch.received is not None and not self._should_stop
+        preempted = self._watch.poll() and not self._should_stop
         self._seen = step
         if not (step // interval > previous // interval or force or preempted):
             return False
@@ -154,7 +153,7 @@ class CheckpointCallback:
             return False
         self._save(step, state, begun, metrics, extra)
         if preempted:
-            logger.warning("%s received: step %d is being saved, should_stop is set", self._watch.received, step)
+            logger.warning("preempted (%s): step %d is being saved, should_stop is set", self._watch.reason, step)
             self._should_stop = True
         return True
 
@@ -190,7 +189,7 @@ class CheckpointCallback:
             return (_initial(state, init), 0)
         self.wait()
         self._resumed = True
-        steps = commit.committed_steps(self._root)
+        steps = self._steps_of_process_0()
         if self.config.resume == "never" and steps:
             raise ConfigError(
                 f"checkpoint.resume is 'never', but {self._root} has steps up to {max(steps)}; "
@@ -267,7 +266,6 @@ class CheckpointCallback:
             begun=begun + waited,
             waited_secs=waited,
             final=final,
-            temporary=commit.temporary(self._root, step, self._saver.nonce),
             item=self.config.item or "default",
             data_state=_encode_data_state(self._data),
             metrics=metrics,
@@ -297,6 +295,12 @@ class CheckpointCallback:
                 f"{step}: its steps would be lost among them. Call resume(), or set another directory."
             )
 
+    def _steps_of_process_0(self) -> dict[int, str]:
+        """The committed steps, as process 0 sees them: all processes then try the same ones."""
+        steps = commit.committed_steps(self._root)
+        shared = self._saver.group.channel("listing the steps").share(list(steps.items()))[0]
+        return {int(step): str(name) for step, name in shared}
+
     def _resume_exactly(
         self, step: int, steps: Mapping[int, str], state: Any, init: Any, skip: Sequence[str], rewind: bool
     ) -> tuple[Any, int]:
@@ -309,9 +313,10 @@ class CheckpointCallback:
                 "Pass rewind=True to move them aside."
             )
         found = self._restore(self._root / steps[step], state, init, skip)
-        for later in sorted(newer, reverse=True):
-            moved = commit.move_aside(self._root / steps[later], "abandoned", self._saver.nonce)
-            logger.warning("step %d is moved aside to %s", later, moved)
+        with self._saver.group.channel("moving newer steps aside").agreed():
+            for later in sorted(newer, reverse=True) if self._saver.group.decides else ():
+                moved = commit.move_aside(self._root / steps[later], "abandoned", self._saver.nonce)
+                logger.warning("step %d is moved aside to %s", later, moved)
         return found, step
 
     def _resume_newest(self, steps: Mapping[int, str], state: Any, init: Any, skip: Sequence[str]) -> tuple[Any, int]:
@@ -331,10 +336,14 @@ class CheckpointCallback:
         ) from first_error
 
     def _restore(self, directory: Directory, state: Any, init: Any, skip: Sequence[str]) -> Any:
-        stored = open_checkpoint(directory, self.config.item, self._saver.writer.context)
-        data_state = self._matching_data_state(stored)
-        leaves, structure = _filled(state, init, skip)
-        restored = restore(stored, leaves, structure, skip=skip)
+        group = self._saver.group
+        with group.channel(f"reading {directory}").agreed():
+            stored = open_checkpoint(directory, self.config.item, self._saver.writer.context)
+            data_state = self._matching_data_state(stored)
+            leaves, structure = _filled(state, init, skip)
+            fit = Fit(stored, leaves, structure, skip=skip)
+            fit.read_share(group.process, group.processes)
+        restored = fit.finish(group.process, group.processes)
         self.extra = stored.own.get("extra")
         if data_state is not None:
             self._data.set_state(data_state)
@@ -343,7 +352,15 @@ class CheckpointCallback:
     def _matching_data_state(self, stored: Stored) -> Any:
         if self._data is False:
             return None
-        text = stored.data_state(jax.process_index())
+        group = self._saver.group
+        saved_by = stored.own.get("processes", 1)
+        if self._data is not None and saved_by != group.processes and stored.data_state(0) is not None:
+            raise DataStateError(
+                f"{stored.directory} has the data-iterator states of {saved_by} processes, and this run has "
+                f"{group.processes}: they cannot be divided anew without repeating or losing data. Resume with "
+                f"{saved_by} processes, or pass data=False and position the data yourself."
+            )
+        text = stored.data_state(group.process)
         if text is None and self._data is not None:
             raise DataStateError(
                 f"{stored.directory} has no data-iterator state, so `data` would begin anew and repeat what the state "

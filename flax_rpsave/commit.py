@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
 
 from flax_rpsave import documents
 from flax_rpsave.errors import SaveError
-from flax_rpsave.store import Directory, database, open_database
+from flax_rpsave.store import PRIVATE_PREFIX, Directory, database, open_database
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +45,8 @@ def delete_leftovers(root: Directory, nonce: str) -> None:
             (root / name).delete()
 
 
-def merge(item: Directory, expected: Iterable[str], processes: int, context: ts.Context) -> None:
-    """Makes one database of those of the processes, and checks that it has all that they reported.
-
-    Raises:
-      SaveError: A key is missing.
-    """
+def merge(item: Directory, processes: int, context: ts.Context) -> ts.KvStore:
+    """Makes one database of those of the processes. One that is not there is merged without a word: see `check`."""
     merged = open_database(database(item, True), context)
     transaction = ts.Transaction(atomic=True)
     target = merged.with_transaction(transaction)
@@ -58,22 +54,32 @@ def merge(item: Directory, expected: Iterable[str], processes: int, context: ts.
         source = open_database(database(item / f"{PROCESS_DATABASE}{process}", True), context)
         source.experimental_copy_range_to(target).result()
     transaction.commit_sync()
-    check_keys(merged, expected)
+    return merged
 
 
-def check_keys(store: ts.KvStore, expected: Iterable[str]) -> None:
-    """Checks that keys are there.
+def check(store: ts.KvStore, index_digests: Sequence[str]) -> None:
+    """Checks that a database has all that the processes wrote.
+
+    Args:
+      store: The database.
+      index_digests: For each process the digest of its index, as it reported it.
 
     Raises:
-      SaveError: One is missing.
+      SaveError: An index or a chunk in it is missing.
     """
     there = set(store.list().result())
-    missing = sorted(key for key in expected if key.encode() not in there)
-    if missing:
-        raise SaveError(
-            f"{len(missing)} of the reported chunks are not in {store.url}, the first is {missing[0]!r}: "
-            "is the directory shared by all processes?"
-        )
+    for process, expected in enumerate(index_digests):
+        key = f"{PRIVATE_PREFIX}process_{process}/index"
+        index = store.read(key).result()
+        if index.state != "value" or documents.digest(index.value) != expected:
+            raise SaveError(
+                f"what process {process} wrote is not in {store.url}: is the directory shared by all processes?"
+            )
+        missing = [k for k in documents.parse_index(index.value, key) if k.encode() not in there]
+        if missing:
+            raise SaveError(
+                f"{len(missing)} chunks of process {process} are not in {store.url}, such as {missing[0]!r}"
+            )
 
 
 def publish(step: Directory, item: Directory, final: Directory, files: Mapping[str, bytes]) -> None:

@@ -56,8 +56,7 @@ class TensorStoreEngine:
       directory: Where the database lies.
       names: Names of the leaves.
       plans: Their plans.
-      describe_all: Whether to write the array documents of leaves of which this process has no chunk (one process
-        must, for leaves without elements).
+      describe: Whether to write the arrays' documents, of all leaves: one process does.
       storage: The `storage:` block.
       context: Shared by the run.
     """
@@ -69,7 +68,7 @@ class TensorStoreEngine:
         directory: Directory,
         names: Sequence[str],
         plans: Sequence[LeafPlan],
-        describe_all: bool,
+        describe: bool,
         storage: StorageConfig,
         context: ts.Context,
     ):
@@ -79,7 +78,8 @@ class TensorStoreEngine:
         self._storage = storage
         self._context = context
         self._written = Written()
-        self._undescribed = set(range(len(names))) if describe_all else set()
+        self._describe = describe
+        self._undescribed = set(range(len(names))) if describe else set()
 
     @property
     def digests(self) -> Mapping[str, str]:
@@ -117,11 +117,12 @@ class TensorStoreEngine:
         return self._written
 
     def _create(self, leaf: int, transaction: ts.Transaction) -> Any:
-        """Opens a leaf's array, writing its document where this engine has not yet."""
+        """Opens a leaf's array for writing; the first time its document is written, if this process writes them."""
         plan = self._plans[leaf]
         layout = plan.layout
         spec = array_spec(
             self._database, self._names[leaf], layout.shape, layout.dtype, plan.chunk_shape, self._storage
         )
         self._undescribed.discard(leaf)
-        return ts.open(spec, create=True, open=True, context=self._context, transaction=transaction).result()
+        mode = {"create": True, "open": True} if self._describe else {"open": True, "assume_metadata": True}
+        return ts.open(spec, **mode, context=self._context, transaction=transaction).result()

@@ -17,6 +17,7 @@ replica gets the same bytes; what is left of a sequence goes to the least loaded
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -194,6 +195,18 @@ class SavePlan:
         """Bytes of the state."""
         return sum(leaf.layout.nbytes for leaf in self.leaves)
 
+    def fingerprint(self) -> str:
+        """A digest of the plan: equal in all processes that see the same state."""
+        seen = hashlib.sha256()
+        for leaf in self.leaves:
+            layout = leaf.layout
+            mesh = layout.mesh and (layout.mesh.axes, layout.mesh.device_ids)
+            seen.update(
+                repr((layout.name, layout.shape, layout.dtype.name, layout.spec, leaf.chunk_shape, mesh)).encode()
+            )
+            seen.update(leaf.owners.tobytes())
+        return seen.hexdigest()
+
     @property
     def device_balance(self) -> float:
         """Largest ÷ mean bytes over the devices; 1.0 is perfect."""
@@ -278,7 +291,9 @@ def layout_of(name: str, value: Any) -> LeafLayout:
     if sharding is None:
         return LeafLayout(name, shape, dtype, None, ((),) * len(shape), (0, 0), order)
     if isinstance(sharding, SingleDeviceSharding):
-        device = next(iter(sharding.device_set))
+        device: Any = next(iter(sharding.device_set))
+        if jax.process_count() > 1:  # each process has its own: process 0 saves it, like a host value
+            return LeafLayout(name, shape, dtype, None, ((),) * len(shape), None, order)
         return LeafLayout(name, shape, dtype, None, ((),) * len(shape), (device.id, device.process_index), order)
     named = as_named_sharding(sharding, shape)
     if getattr(named.spec, "unreduced", None):

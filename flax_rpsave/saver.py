@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from flax_rpsave.agreement import Group
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.errors import SaveError
 from flax_rpsave.leaves import Leaf, flatten
@@ -38,7 +39,8 @@ class Saver:
     ):
         self.config = config
         self.nonce = secrets.token_hex(4)
-        self.writer = Writer(root, on_commit)
+        self.group = Group(config.commit_timeout_secs)
+        self.writer = Writer(root, self.group, on_commit)
         self._signature: Any = None
         self._snapshotter: Snapshotter | None = None
 
@@ -50,7 +52,6 @@ class Saver:
         begun: float,
         waited_secs: float,
         final: Directory,
-        temporary: Directory,
         item: str | None,
         data_state: bytes | None = None,
         metrics: Mapping[str, Any] | None = None,
@@ -71,7 +72,6 @@ class Saver:
             SaveRequest(
                 step=step,
                 final=final,
-                temporary=temporary,
                 item=item,
                 leaves=[leaf.without_values() for leaf in leaves],
                 plan=snapshotter.plan,

@@ -222,7 +222,9 @@ def _programs(plan: SavePlan, leaves: Sequence[Leaf], on_host: set[int]) -> list
             assert isinstance(leaf_mesh, Mesh)
             by_place.setdefault((leaf_mesh, None, leaf.layout.replica_axes), []).append(i)
         else:
-            device = next(iter(sharding.device_set)) if sharding is not None else jax.devices()[0]
+            device = next(iter(sharding.device_set)) if sharding is not None else jax.local_devices()[0]
+            if leaf.layout.device is None and jax.process_index() > 0:
+                continue  # every process has such a leaf for itself: process 0 saves its own
             by_place.setdefault((None, device, ()), []).append(i)
     programs = []
     for (on_mesh, device, axes), members in by_place.items():
