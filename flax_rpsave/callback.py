@@ -15,6 +15,7 @@ import jax
 
 from flax_rpsave import commit
 from flax_rpsave.config import CheckpointConfig
+from flax_rpsave.directory import Directory, explained, open_directory
 from flax_rpsave.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -28,7 +29,7 @@ from flax_rpsave.leaves import Leaf, flatten
 from flax_rpsave.preemption import PreemptionWatch
 from flax_rpsave.restore import Fit
 from flax_rpsave.saver import Saver
-from flax_rpsave.store import Directory, explained, open_directory
+from flax_rpsave.store import new_context
 from flax_rpsave.stored import Stored, open_checkpoint
 from flax_rpsave.writer import SaveStats, forget
 
@@ -73,13 +74,15 @@ class CheckpointCallback:
         self._seen: int | None = None  # the step of the last call, or the one resumed from
         self._saved: int | None = None  # committed or in flight by this run
         self._resumed = False
+        self._existing: set[int] = set()  # committed by others before this run, as of its beginning
         self._closed = False
         self._should_stop = False
         self._watch = PreemptionWatch(None)
         if not self.config.enabled:
             return
-        self._root = open_directory(self.config.directory)
-        self._saver = Saver(self.config, self._root, on_commit)
+        context = new_context()
+        self._root = open_directory(self.config.directory, context)
+        self._saver = Saver(self.config, self._root, context, on_commit)
         _check_writable(self._root, self._saver.nonce)
         if self.config.save_on_preemption:
             self._watch = PreemptionWatch(self.config.preemption_signals)
@@ -203,6 +206,7 @@ class CheckpointCallback:
             raise NoCheckpointError(f"checkpoint.resume is 'required', but {self._root} has no committed step")
         else:
             found = (_initial(state, init), 0)
+        self._existing = {s for s in steps if s <= found[1]} if step is not None else set(steps)
         self._seen = found[1]
         self._saved = found[1] if steps else None
         self._saver.compile_ahead(found[0])
@@ -255,7 +259,7 @@ class CheckpointCallback:
         self._report_error(step)
         final = self._root / str(step)
         damaged = step in self._saver.writer.damaged
-        if final.exists() and not damaged:
+        if step in self._existing and not damaged:
             raise StepOrderError(f"step {step} exists in {self._root} already and is not overwritten")
         for value in (metrics or {}).values():
             if isinstance(value, jax.Array):
@@ -270,7 +274,7 @@ class CheckpointCallback:
             data_state=_encode_data_state(self._data),
             metrics=metrics,
             extra=_checked_json(extra),
-            replaces=final if damaged and final.exists() else None,
+            replaces=final if damaged else None,
         )
         self._saved = step
         logger.debug("step %d: snapshot taken in %.1f ms", step, (time.perf_counter() - begun - waited) * 1e3)
@@ -288,7 +292,8 @@ class CheckpointCallback:
         logger.error("at step %s: %s; training goes on (on_error: log)", step, error)
 
     def _check_fresh_start(self, step: int) -> None:
-        ahead = [s for s in commit.committed_steps(self._root) if s >= step]
+        self._existing = set(commit.committed_steps(self._root))
+        ahead = [s for s in self._existing if s >= step]
         if ahead:
             raise StepOrderError(
                 f"{self._root} has steps up to {max(ahead)}, and this run, which did not call resume(), is at step "
@@ -396,7 +401,7 @@ def _check_writable(root: Directory, nonce: str) -> None:
         root.make()
         probe = f".rpsave-probe-{nonce}"
         root.write(probe, b"")
-        (root.path / probe).unlink()
+        root.remove(probe)
 
 
 def _initial(state: Any, init: Callable[[], Any] | None) -> Any:

@@ -14,10 +14,11 @@ import numpy as np
 import tensorstore as ts
 
 from flax_rpsave.config import StorageConfig
+from flax_rpsave.directory import Directory
 from flax_rpsave.documents import digest
 from flax_rpsave.planner import LeafPlan
 from flax_rpsave.snapshot import Piece
-from flax_rpsave.store import Directory, array_spec, chunk_key, database, open_database
+from flax_rpsave.store import array_spec, chunk_key, database, open_database
 
 
 @dataclass
@@ -124,5 +125,11 @@ class TensorStoreEngine:
             self._database, self._names[leaf], layout.shape, layout.dtype, plan.chunk_shape, self._storage
         )
         self._undescribed.discard(leaf)
-        mode = {"create": True, "open": True} if self._describe else {"open": True, "assume_metadata": True}
-        return ts.open(spec, **mode, context=self._context, transaction=transaction).result()
+        return ts.open(
+            spec,
+            open=True,
+            create=self._describe,
+            assume_metadata=not self._describe,
+            context=self._context,
+            transaction=transaction,
+        ).result()

@@ -1,6 +1,6 @@
 """Whether this run was told that it will be stopped soon.
 
-Alone, a process installs signal handlers that only note the signal; a handler that stood there before is called too, and
+Alone, a process installs handlers that only note the signal; a handler that stood there before is called too, and
 is put back by `close`. Where `jax.distributed` runs, its preemption service catches SIGTERM in whichever process gets
 it, and agrees on a call that all processes have yet to reach: there it is polled at every call, by the number of the
 call (it compares for equality, so step numbers that skip would miss it), and no handler is installed, which would

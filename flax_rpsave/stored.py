@@ -14,14 +14,13 @@ import numpy as np
 import tensorstore as ts
 
 from flax_rpsave import documents
+from flax_rpsave.directory import Directory, brief
 from flax_rpsave.documents import Tree, TreeEntry
 from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError, RPSaveError, StorageError
 from flax_rpsave.exchange import Chunk, StoredArray, chunk_boxes
 from flax_rpsave.store import (
     OCDBT_MANIFEST,
     PRIVATE_PREFIX,
-    Directory,
-    brief,
     chunk_key,
     database,
     open_database,

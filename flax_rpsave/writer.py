@@ -34,13 +34,14 @@ import tensorstore as ts
 from flax_rpsave import commit, documents
 from flax_rpsave.agreement import Group
 from flax_rpsave.config import CheckpointConfig
+from flax_rpsave.directory import Directory, explained
 from flax_rpsave.engine import TensorStoreEngine, Written
 from flax_rpsave.errors import SaveError
 from flax_rpsave.leaves import Leaf
 from flax_rpsave.planner import SavePlan
 from flax_rpsave.retention import steps_to_delete
 from flax_rpsave.snapshot import Snapshot
-from flax_rpsave.store import PRIVATE_PREFIX, Directory, database, explained, new_context, open_database
+from flax_rpsave.store import PRIVATE_PREFIX, database, open_database
 
 logger = logging.getLogger("flax_rpsave")
 
@@ -156,15 +157,18 @@ class SaveRun:
         except jax.errors.JaxRuntimeError as unheard:
             logger.warning("step %d: the other processes could not be told: %s", self.request.step, unheard)
         if self._group.decides and self._temporary is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # whatever stays is removed by the next run
                 self._temporary.delete()
 
     def _execute(self) -> SaveStats:
         request = self.request
         if self._group.decides:
+            if request.replaces is not None:
+                commit.move_aside(request.replaces, "damaged", request.nonce)
+            temporary = self._temporary = commit.prepare(request.final, request.nonce)
             self._channel.open(request.nonce)
-        nonce = request.nonce if self._group.decides else self._channel.opened()
-        temporary = self._temporary = commit.temporary(request.final.parent, request.final.name, nonce)
+        else:
+            temporary = commit.workplace(request.final, self._channel.opened())
         item = temporary / request.item if request.item is not None else temporary
         item.make()
         process = self._group.process
@@ -255,8 +259,6 @@ class SaveRun:
         }
         if (strings := documents.build_strings(request.leaves)) is not None:
             files[f"{prefix}{documents.STRINGS}"] = strings
-        if request.replaces is not None:
-            commit.move_aside(request.replaces, "damaged", request.nonce)
         commit.publish(temporary, item, request.final, files)
 
 
@@ -266,12 +268,19 @@ class Writer:
     Args:
       root: The run's directory, where retention deletes; None for a save without one.
       group: The processes that save together.
+      context: TensorStore resources of the run.
       on_commit: Called with each commit's stats, in the background of process 0.
     """
 
-    def __init__(self, root: Directory | None, group: Group, on_commit: Callable[[SaveStats], None] | None = None):
+    def __init__(
+        self,
+        root: Directory | None,
+        group: Group,
+        context: ts.Context,
+        on_commit: Callable[[SaveStats], None] | None = None,
+    ):
         self._group = group
-        self.context = new_context()
+        self.context = context
         self.stats: SaveStats | None = None
         self.damaged: set[int] = set()
         self._root = root
