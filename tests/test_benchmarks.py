@@ -88,8 +88,8 @@ def test_report_shows_every_peer_and_target(results):
     from benchmarks import report
 
     body = report.render(results, "results.json")
-    page = report.insert(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n", body)
-    assert "old" not in page
+    page = report.insert(f"before\n{report.BEGIN}\nfigures of the last run\n{report.END}\nafter\n", body)
+    assert "figures of the last run" not in page
     assert page.startswith("before")
     assert page.endswith("after\n")
     for text in ("| flax_rpsave |", "| Orbax defaults |", "save to commit, checksums on", "2 of 2 restores"):
