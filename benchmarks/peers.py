@@ -1,0 +1,163 @@
+"""The checkpointers that are compared, behind one small interface. Adding one: a class or a line in `PEERS`."""
+
+import abc
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+PyTree = Any
+
+
+class Peer(abc.ABC):
+    """A checkpointer that writes `<directory>/<step>/`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def prepare(self, state: PyTree) -> None:  # noqa: B027 (most peers have nothing to do here)
+        """What a train loop does before its first step: look for a checkpoint of `state`, where there is none yet."""
+
+    def save(self, step: int, state: PyTree) -> float:
+        """Starts to save `state`; returns the seconds for which the caller was blocked."""
+        began = time.perf_counter()
+        self._save(step, state)
+        return time.perf_counter() - began
+
+    @abc.abstractmethod
+    def _save(self, step: int, state: PyTree) -> None: ...
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Returns once the save in flight is committed; raises if it failed."""
+
+    @abc.abstractmethod
+    def restore(self, step: int, target: PyTree) -> PyTree:
+        """The saved state on the shardings of `target` (a tree of `jax.ShapeDtypeStruct`s)."""
+
+    @abc.abstractmethod
+    def close(self) -> None: ...
+
+    def stats(self) -> dict[str, Any]:
+        """The peer's own account of its last save, where it gives one."""
+        return {}
+
+
+class OrbaxDefault(Peer):
+    """`ocp.CheckpointManager` as its documentation shows it: asynchronous, StandardSave, every option a default."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._manager = ocp.CheckpointManager(directory)
+
+    def _save(self, step: int, state: PyTree) -> None:
+        if not self._manager.save(step, args=ocp.args.StandardSave(state)):
+            raise RuntimeError(f"Orbax skipped step {step}")
+
+    def wait(self) -> None:
+        self._manager.wait_until_finished()
+
+    def restore(self, step: int, target: PyTree) -> PyTree:
+        return self._manager.restore(step, args=ocp.args.StandardRestore(target))
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class OrbaxPyTree(OrbaxDefault):
+    """`ocp.CheckpointManager` with a PyTreeCheckpointHandler whose format and replica mode are set explicitly.
+
+    Args:
+        replica_parallel: every replica saves a slice of each array; false: replica 0 saves all of it.
+        use_ocdbt, use_zarr3, use_compression: options of `ocp.PyTreeCheckpointHandler`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        replica_parallel: bool,
+        use_ocdbt: bool = True,
+        use_zarr3: bool = False,
+        use_compression: bool = True,
+    ) -> None:
+        Peer.__init__(self, directory)
+        handlers = ocp.type_handlers
+        registry = handlers.create_type_handler_registry(
+            (int, handlers.ScalarHandler()),
+            (np.ndarray, handlers.NumpyHandler()),
+            (jax.Array, handlers.ArrayHandler(use_replica_parallel=replica_parallel)),
+        )
+        handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=use_ocdbt,
+            use_zarr3=use_zarr3,
+            use_compression=use_compression,
+            type_handler_registry=registry,
+        )
+        self._manager = ocp.CheckpointManager(directory, item_handlers=handler)
+
+    def _save(self, step: int, state: PyTree) -> None:
+        if not self._manager.save(step, args=ocp.args.PyTreeSave(state)):
+            raise RuntimeError(f"Orbax skipped step {step}")
+
+    def restore(self, step: int, target: PyTree) -> PyTree:
+        restore_args = ocp.checkpoint_utils.construct_restore_args(target)
+        return self._manager.restore(step, args=ocp.args.PyTreeRestore(target, restore_args=restore_args))
+
+
+class RPSave(Peer):
+    """This project with its defaults: checksums on."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        from flax_rpsave import CheckpointCallback, CheckpointConfig  # so that a trial of another peer does not load it
+
+        self._checkpoint = CheckpointCallback(CheckpointConfig(directory=str(directory)))
+
+    def prepare(self, state: PyTree) -> None:
+        self._checkpoint.resume(state)
+
+    def _save(self, step: int, state: PyTree) -> None:
+        if not self._checkpoint(step, state, force=True):
+            raise RuntimeError(f"flax_rpsave skipped step {step}")
+
+    def wait(self) -> None:
+        self._checkpoint.wait()
+
+    def restore(self, step: int, target: PyTree) -> PyTree:
+        return self._checkpoint.resume(target, step=step)[0]
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+    def stats(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._checkpoint.stats)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A row of the tables: what it is called there, and how it is made for a directory."""
+
+    label: str
+    make: Callable[..., Peer]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def open(self, directory: Path) -> Peer:
+        return self.make(directory, **self.options)
+
+
+_FASTEST = {"use_ocdbt": False, "use_zarr3": True, "use_compression": False}
+
+PEERS = {
+    "rpsave": Entry("flax_rpsave", RPSave),
+    "orbax_default": Entry("Orbax defaults", OrbaxDefault),
+    "orbax_rp": Entry("Orbax replica-parallel", OrbaxPyTree, {"replica_parallel": True}),
+    "orbax_single": Entry("Orbax single-replica", OrbaxPyTree, {"replica_parallel": False}),
+    "orbax_tuned": Entry("Orbax tuned, replica-parallel", OrbaxPyTree, {"replica_parallel": True} | _FASTEST),
+    "orbax_tuned_single": Entry("Orbax tuned, single-replica", OrbaxPyTree, {"replica_parallel": False} | _FASTEST),
+}

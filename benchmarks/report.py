@@ -1,0 +1,233 @@
+"""Makes the tables of docs/performance.md from a results file, so that no figure is ever copied by hand.
+
+python -m benchmarks.report benchmarks/results/<file>.json     rewrites what stands between the page's markers
+python -m benchmarks.report runs/<file>.json --print           only prints it
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers import PEERS
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+
+Results = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    """A quantity of the results: its column heading, and where its values lie.
+
+    Attributes:
+        heading: column heading with the unit.
+        kind: kind of trial; its list of runs is `kind + "s"`.
+        field: name in a run.
+        first: the first run of each process instead of the later, warm ones.
+        unit: what the stored value is divided by.
+        digits: decimals shown.
+    """
+
+    heading: str
+    kind: str
+    field: str
+    first: bool = False
+    unit: float = 1.0
+    digits: int = 2
+
+    def values(self, results: Results, case: str, peer: str) -> list[float]:
+        found = []
+        for trial in trials(results, self.kind, case, peer):
+            first, *warm = trial[self.kind + "s"]
+            found += [run[self.field] / self.unit for run in ([first] if self.first else warm)]
+        return found
+
+
+BLOCKING = Measure("blocking, s", "save", "blocking_secs", digits=3)
+COMMIT = Measure("to commit, s", "save", "commit_secs")
+CPU = Measure("CPU-s", "save", "cpu_secs")
+PEAK = Measure("peak over state, GB", "save", "peak_over_state_bytes", unit=1e9)
+RESTORE = Measure("restore, s", "restore", "restore_secs")
+READ = Measure("read calls, GB", "restore", "called_read_bytes", unit=1e9)
+
+SAVING = (
+    BLOCKING,
+    Measure("first, s", "save", "blocking_secs", first=True),
+    COMMIT,
+    CPU,
+    PEAK,
+    Measure("stored, GB", "save", "stored_bytes", unit=1e9),
+    Measure("files", "save", "files", digits=0),
+)
+RESTORING = (
+    RESTORE,
+    Measure("first, s", "restore", "restore_secs", first=True),
+    Measure("CPU-s", "restore", "cpu_secs"),
+    READ,
+    Measure("from disk, GB", "restore", "storage_read_bytes", unit=1e9),
+    Measure("shared by replicas, GB", "restore", "shared_bytes", unit=1e9),
+    Measure("peak of the first, GB", "restore", "peak_bytes", first=True, unit=1e9),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A line of "it is done when": ours ÷ a peer's (or ÷ the state's bytes) is to be at most `limit`."""
+
+    label: str
+    measure: Measure
+    against: str | None
+    limit: float
+
+
+TARGET_CASE = "gpt2_small"
+TARGETS = (
+    Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 8),
+    Target("save to commit, checksums on", COMMIT, "orbax_default", 1 / 2),
+    Target("CPU-seconds a save", CPU, "orbax_rp", 1 / 2),
+    Target("restore", RESTORE, "orbax_rp", 1 / 3),
+    Target("bytes read in a restore", READ, None, 1.05),
+    Target("peak memory of a save (R = 8: the owner slices are the state)", PEAK, None, 1.15),
+)
+
+
+def trials(results: Results, kind: str, case: str, peer: str) -> list[dict[str, Any]]:
+    """The trials that did what they were to do."""
+    wanted = {"kind": kind, "case": case, "peer": peer, "error": None}
+    return [trial for trial in results["trials"] if wanted.items() <= trial.items()]
+
+
+def spread(values: Sequence[float], digits: int) -> str:
+    """Median with min and max; a dash where nothing was measured."""
+    if not values:
+        return "–"
+    middle, low, high = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
+    return middle if low == high else f"{middle} ({low}–{high})"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A markdown table; all columns but the first are right-aligned."""
+    rule = ["---"] + ["---:"] * (len(headings) - 1)
+    return [f"| {' | '.join(row)} |" for row in (headings, rule, *rows)]
+
+
+def peer_table(results: Results, case: str, measures: Sequence[Measure]) -> list[str]:
+    peers = [name for name in PEERS if trials(results, measures[0].kind, case, name)]
+    rows = [[PEERS[name].label] + [spread(m.values(results, case, name), m.digits) for m in measures] for name in peers]
+    return table(["", *(measure.heading for measure in measures)], rows)
+
+
+def target_table(results: Results) -> list[str]:
+    rows = []
+    for target in TARGETS:
+        ours = target.measure.values(results, TARGET_CASE, "rpsave")
+        if target.against is None:
+            theirs = [results["cases"][TARGET_CASE]["state_bytes"] / target.measure.unit]
+            label = "the state's bytes"
+        else:
+            theirs = target.measure.values(results, TARGET_CASE, target.against)
+            label = PEERS[target.against].label
+        if ours and theirs:
+            ratio = statistics.median(ours) / statistics.median(theirs)
+            verdict = "met" if ratio <= target.limit else "**missed**"
+            rows.append([target.label, label, f"{ratio:.3f}", f"≤ {target.limit:.3g}", verdict])
+    return table(["median of ours ÷", "that of", "measured", "target", ""], rows)
+
+
+def limits_table(results: Results, case: str) -> list[str]:
+    measured = [trial["limits"] for trial in trials(results, "machine", case, "")]
+    nbytes = results["cases"][case]["state_bytes"]
+    rows = []
+    for name in measured[0]:
+        runs = [limits[name] for limits in measured if limits[name]]
+        secs = [run["secs"] for run in runs]
+        speed = f"{nbytes / 1e9 / statistics.median(secs):.2f}" if secs else "not possible here"
+        rows.append([name.replace("_", " "), spread(secs, 2), speed, spread([run["cpu_secs"] for run in runs], 2)])
+    return table(["", "s", "GB/s", "CPU-s"], rows)
+
+
+def soak_table(results: Results) -> list[str]:
+    rows = []
+    for trial in (trial for trial in results["trials"] if trial["kind"] == "soak" and not trial["error"]):
+        growth = trial["growth_after_third_bytes"] / 1e6
+        saves = len(trial["resident_bytes"])
+        rows.append([PEERS[trial["peer"]].label, str(saves), f"{trial['state_bytes'] / 1e6:.0f}", f"{growth:+.1f}"])
+    return table(["", "saves", "state, MB", "growth after the third, MB"], rows) if rows else []
+
+
+def failures(results: Results) -> list[str]:
+    """What a reader must know before the tables: trials that failed, restores that were not bit-equal."""
+    found = [
+        f"**{trial['kind']} by {trial['peer']} failed in round {trial['round'] + 1}.**"
+        for trial in results["trials"]
+        if trial["error"]
+    ]
+    restores = [run for trial in results["trials"] for run in trial.get("restores", [])]
+    equal = sum(run["bit_equal"] for run in restores)
+    return [*found, f"{equal} of {len(restores)} restores were bit-equal on every replica."]
+
+
+def case_section(results: Results, name: str) -> list[str]:
+    case = results["cases"][name]
+    size = f"{case['state_bytes'] / 1e9:.3f} GB" + ("" if case["scale"] == 1 else f", scale {case['scale']:g}")
+    lines = [f"### `{name}`: {case['about']} ({size})", ""]
+    if case["skipped"]:
+        return [*lines, f"Not measured: {case['skipped']}.", ""]
+    if name == TARGET_CASE:
+        lines += [*target_table(results), ""]
+    for title, body in (
+        ("Saving (warm saves; medians, min–max)", peer_table(results, name, SAVING)),
+        ("Restoring from cold files (warm process; medians, min–max)", peer_table(results, name, RESTORING)),
+        ("Limits of the machine for as many bytes, in the same run", limits_table(results, name)),
+    ):
+        lines += [f"**{title}**", "", *body, ""]
+    return lines
+
+
+def render(results: Results, source: str) -> str:
+    """The page's part between the markers."""
+    about = results["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
+    origin = (
+        f"From `{source}`, made by `{about['command']}` on {about['date'][:10]} at commit {about['commit']}: "
+        f"{about['cpus']} CPUs, {about['memory_bytes'] / 2**30:.0f} GiB, Linux {about['kernel']}, "
+        f"Python {about['python']}, {versions}."
+    )
+    lines = [origin, "", *failures(results), ""]
+    for name in results["cases"]:
+        lines += case_section(results, name)
+    if soak := soak_table(results):
+        lines += ["### Memory over many saves, garbage collector disabled", "", *soak, ""]
+    return "\n".join(lines)
+
+
+def insert(page: str, body: str) -> str:
+    """`page` with `body` between its markers."""
+    head, _, rest = page.partition(BEGIN)
+    _, marker, tail = rest.partition(END)
+    if not marker:
+        raise ValueError(f"the page has no {BEGIN} … {END}")
+    return f"{head}{BEGIN}\n{body}{END}{tail}"
+
+
+def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = print) -> None:
+    parser = argparse.ArgumentParser("benchmarks.report", description=__doc__.splitlines()[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--print", action="store_true", help="print instead of rewriting the page")
+    options = parser.parse_args(arguments)
+    source = options.results.resolve()
+    body = render(json.loads(source.read_text()), str(source.relative_to(ROOT) if ROOT in source.parents else source))
+    if options.print:
+        show(body)
+    else:
+        PAGE.write_text(insert(PAGE.read_text(), body))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Runs peers side by side and writes one JSON file of everything that was measured.
+
+    ./scripts/bench                                    every peer, both cases, 3 rounds: about half an hour on 2 cores
+    ./scripts/bench --quick                            a tiny state, one round, two peers: does it all still work?
+    ./scripts/bench --case gpt2_small --peers rpsave,orbax_rp --rounds 1 --scale 0.1
+
+Round robin: in each round the machine's limits are measured and every peer has its turn (another one goes first in each
+round), so that a noisy spell of the machine hits all of them. `benchmarks.trial` says what a turn is.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import meters
+from benchmarks.peers import PEERS
+from benchmarks.states import CASES, state_bytes
+from benchmarks.trial import Request
+
+ROOT = Path(__file__).parent.parent
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "xxhash")
+_TRIAL_TIMEOUT_SECS = 1800
+_DEFAULTS = {
+    "case": ["gpt2_small", "one_array"],
+    "peers": list(PEERS),
+    "rounds": 3,
+    "saves": 3,
+    "restores": 1,
+    "scale": 1.0,
+    "soak_peers": ["rpsave", "orbax_rp"],
+    "soak_saves": 50,
+    "soak_scale": 0.1,
+}
+_QUICK = {
+    "case": ["gpt2_small"],
+    "peers": ["rpsave", "orbax_default"],
+    "rounds": 1,
+    "saves": 1,
+    "restores": 0,
+    "scale": 0.001,
+    "soak_peers": ["rpsave"],
+    "soak_saves": 5,
+    "soak_scale": 0.001,
+}
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line. `--quick` changes the defaults, not what is given beside it."""
+    parser = argparse.ArgumentParser("bench", description="Measures checkpointers side by side.")
+    parser.add_argument("--quick", action="store_true", help="tiny state, one round, two peers: under 40 s")
+    parser.add_argument("--case", action="append", choices=CASES, help="may be repeated")
+    parser.add_argument("--peers", type=peer_names, help=",".join(PEERS))
+    parser.add_argument("--rounds", type=int, help="turns of each peer")
+    parser.add_argument("--saves", type=int, help="warm saves a turn, after the first one")
+    parser.add_argument("--restores", type=int, help="warm restores a turn, after the first one")
+    parser.add_argument("--scale", type=float, help="factor on the bytes of the states")
+    parser.add_argument("--soak-peers", type=peer_names, help="peers of the memory test")
+    parser.add_argument("--soak-saves", type=int, help="saves of the memory test, at least 4; 0 leaves it out")
+    parser.add_argument("--soak-scale", type=float, help="scale of its state")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dir", type=Path, default=ROOT / "runs", help="on the disk to be measured (default: runs/)")
+    parser.add_argument("--out", type=Path, help="the JSON file (default: runs/bench-<date>.json)")
+    options = parser.parse_args(arguments)
+    for name, value in (_DEFAULTS | (_QUICK if options.quick else {})).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def peer_names(text: str) -> list[str]:
+    """Peers from a comma-separated list."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in PEERS]:
+        raise argparse.ArgumentTypeError(f"unknown peers {unknown}; there are {list(PEERS)}")
+    return names
+
+
+def environment(arguments: Sequence[str]) -> dict[str, Any]:
+    """What one must know to judge or repeat a run."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["./scripts/bench", *arguments]),
+        "commit": commit.stdout.strip(),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+    }
+
+
+def in_fresh_process(request: Request, devices: int) -> dict[str, Any]:
+    """The answer of a trial, run by a process of its own with that many CPU devices.
+
+    Raises:
+        RuntimeError: the trial failed; the message holds the end of what it printed.
+    """
+    answer = Path(request.directory, "answer.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.trial", json.dumps(dataclasses.asdict(request)), str(answer)],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+        capture_output=True,
+        text=True,
+        timeout=_TRIAL_TIMEOUT_SECS,
+    )
+    if done.returncode:
+        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-3000:]}")
+    return json.loads(answer.read_text())
+
+
+class Bench:
+    """The trials of one command, in the order in which they ran."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.trials: list[dict[str, Any]] = []
+
+    def run_case(self, name: str) -> dict[str, Any]:
+        """Runs all rounds of a case, if its state fits. Returns the case's entry in the results."""
+        case, options = CASES[name], self.options
+        entry = {
+            "about": case.about,
+            "devices": case.devices,
+            "scale": options.scale,
+            "state_bytes": state_bytes(case.build(options.scale)),
+            "skipped": None,
+        }
+        needed, available = case.needed_bytes(options.scale), meters.available_bytes()
+        if needed > available:
+            entry["skipped"] = f"needs {needed / 1e9:.0f} GB of memory, and {available / 1e9:.0f} GB are available"
+            print(f"{name}: skipped: {entry['skipped']}", flush=True)
+            return entry
+        for turn in range(options.rounds):
+            self._trials(name, "", turn, {"machine": 0})
+            first = turn % len(options.peers)
+            for peer in options.peers[first:] + options.peers[:first]:
+                self._trials(name, peer, turn, {"save": options.saves, "restore": options.restores})
+        return entry
+
+    def run_soak(self) -> None:
+        """Runs the memory test of its peers."""
+        for peer in self.options.soak_peers:
+            self._trials("gpt2_small", peer, 0, {"soak": self.options.soak_saves - 1})
+
+    def _trials(self, case: str, peer: str, turn: int, repeats: dict[str, int]) -> None:
+        """Runs trials that share a directory, up to the first one that fails."""
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=self.options.dir) as directory:
+            for kind, count in repeats.items():
+                scale = self.options.soak_scale if kind == "soak" else self.options.scale
+                request = Request(kind, case, scale, self.options.seed, peer, directory, count)
+                trial = {"kind": kind, "case": case, "peer": peer, "round": turn, "error": None}
+                self.trials.append(trial)
+                try:
+                    trial |= in_fresh_process(request, CASES[case].devices)
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    trial["error"] = str(error)
+                print(summary(trial), flush=True)
+                if trial["error"]:
+                    break
+
+
+def summary(trial: dict[str, Any]) -> str:
+    """A line for whoever watches."""
+    head = f"{trial['case']} round {trial['round'] + 1} {trial['peer'] or 'machine'} {trial['kind']}: "
+    if trial["error"]:
+        return head + "FAILED: " + trial["error"]
+    if trial["kind"] == "save":
+        first, *warm = trial["saves"]
+        names = ("blocking_secs", "commit_secs", "cpu_secs")
+        blocking, commit, cpu = (statistics.median(save[name] for save in warm or [first]) for name in names)
+        blocked = f"blocking {blocking:.3f} s (first {first['blocking_secs']:.3f})"
+        return f"{head}{blocked}, commit {commit:.2f} s, CPU {cpu:.2f} s"
+    if trial["kind"] == "restore":
+        times = " ".join(f"{restore['restore_secs']:.2f}" for restore in trial["restores"])
+        return f"{head}{times} s, bit-equal: {all(restore['bit_equal'] for restore in trial['restores'])}"
+    if trial["kind"] == "soak":
+        return f"{head}grew by {trial['growth_after_third_bytes'] / 1e6:.1f} MB after the third save"
+    return head + ", ".join(f"{name} {limit['secs']:.2f} s" for name, limit in trial["limits"].items() if limit)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs what `arguments` ask for; returns 1 if a trial failed or a restore was not bit-equal."""
+    options = parse(arguments)
+    options.dir.mkdir(parents=True, exist_ok=True)
+    about = environment(arguments)
+    bench = Bench(options)
+    cases = {name: bench.run_case(name) for name in options.case}
+    if options.soak_saves:
+        bench.run_soak()
+    out = options.out or options.dir / f"bench-{about['date'].replace(':', '')}.json"
+    out.write_text(json.dumps({"environment": about, "cases": cases, "trials": bench.trials}, indent=1) + "\n")
+    print(f"wrote {out}")
+    bad = [
+        trial
+        for trial in bench.trials
+        if trial["error"] or not all(restore["bit_equal"] for restore in trial.get("restores", []))
+    ]
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
