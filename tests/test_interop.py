@@ -15,7 +15,8 @@ import orbax.checkpoint.experimental.v1 as v1
 import pytest
 
 import flax_rpsave as rps
-from flax_rpsave import CheckpointCallback, commit, store
+from flax_rpsave import CheckpointCallback, commit
+from flax_rpsave.directory import FileDirectory
 from tests.trees import abstract, assert_same_tree, bits, blank, mesh_of, on, values
 
 pytestmark = [
@@ -359,7 +360,7 @@ def test_a_run_goes_on_in_the_directory_of_a_stock_run_and_back(tmp_path, state,
 
 def unfinished(root, step, nonce):
     """A save of ours that was killed before its commit."""
-    shutil.copytree(root / str(STEP), commit.temporary(store.open_directory(root), step, nonce).path)
+    shutil.copytree(root / str(STEP), commit.workplace(FileDirectory(root / str(step)), nonce).path)
 
 
 def test_stock_takes_our_unfinished_saves_for_unfinished_and_leaves_our_steps(tmp_path):
