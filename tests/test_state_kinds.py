@@ -370,8 +370,6 @@ OPTIMIZERS = {
     "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "rmsprop": optax.rmsprop(0.1, centered=True, momentum=0.9),
     "novograd": optax.novograd(0.1),
-    "sm3": optax.sm3(0.1),
-    "rprop": optax.rprop(0.1),
     "identity": optax.identity(),
     "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.add_decayed_weights(0.1)),
     "named_chain": optax.named_chain(("clip", optax.clip(1.0)), ("adam", optax.adam(0.1))),
@@ -464,7 +462,7 @@ def test_one_compiled_step_that_branches_serves_the_fresh_and_the_resumed_optimi
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_typed_keys_come_back_typed_and_give_the_same_draws(through, impl):
+def test_typed_keys_come_back_typed_and_give_the_same_draws(back, impl):
     """Scalar and batched, on one device, replicated and sharded (report 14)."""
     mesh = mesh_of((4, 2))
     key = jax.random.key(5, impl=impl)
@@ -476,7 +474,7 @@ def test_typed_keys_come_back_typed_and_give_the_same_draws(through, impl):
         "sharded": jax.device_put(keys, on(mesh, "data")),
         "sharded twice": jax.device_put(keys, on(mesh, ("data", "model"))),
     }
-    found = through(state, blank(state))
+    found = back(state)
     assert_same_tree(found, state)
     assert bits(jax.random.normal(found["scalar"], (4,))) == bits(jax.random.normal(key, (4,)))
 
