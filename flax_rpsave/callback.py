@@ -145,14 +145,16 @@ class CheckpointCallback:
             )
         interval = self.config.save_interval_steps
         preempted = self._watch.received is not None and not self._should_stop
-        self._seen = step
         if not (step // interval > previous // interval or force or preempted):
+            self._seen = step
             return False
         if step == self._saved:
+            self._seen = step
             self._should_stop = self._should_stop or preempted
             logger.info("step %d is saved already, or being saved; not saved again", step)
             return False
         self._save(step, state, begun, metrics, extra)
+        self._seen = step  # not where that raised: the boundary is then still to be crossed, by the next call
         if preempted:
             logger.warning("%s received: step %d is being saved, should_stop is set", self._watch.received, step)
             self._should_stop = True

@@ -15,7 +15,7 @@ import pytest
 import flax_rpsave.writer
 from flax_rpsave.engine import TensorStoreEngine
 
-_PATIENCE_SECS = 60  # after which a test that waits for an event has failed
+_PATIENCE_SECS = 30  # after which a test that waits for an event has failed
 
 
 @dataclasses.dataclass
@@ -33,6 +33,21 @@ class Gate:
 
 
 @contextlib.contextmanager
+def waited_for(writer: flax_rpsave.writer.Writer) -> Iterator[threading.Event]:
+    """An event that is set once the loop waits for the writer."""
+    event = threading.Event()
+    wait = writer.wait
+
+    def announced() -> float:
+        event.set()
+        return wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writer, "wait", announced)
+        yield event
+
+
+@contextlib.contextmanager
 def engine(replacement: type[TensorStoreEngine]) -> Iterator[None]:
     """Saves go through another engine."""
     with pytest.MonkeyPatch.context() as patch:
@@ -42,13 +57,13 @@ def engine(replacement: type[TensorStoreEngine]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gated_writer() -> Iterator[Gate]:
-    """Saves that begin in the block are not written before the gate opens; leaving the block opens it."""
+    """Saves in the block are not written before the gate opens; leaving the block opens it."""
     gate = Gate(threading.Event(), threading.Event())
 
     class Gated(TensorStoreEngine):
         def write(self, pieces):
             gate.reached.set()
-            gate.opened.wait()
+            assert gate.opened.wait(_PATIENCE_SECS)
             super().write(pieces)
 
     with engine(Gated):
@@ -60,7 +75,7 @@ def gated_writer() -> Iterator[Gate]:
 
 @contextlib.contextmanager
 def failing_writer(error: BaseException) -> Iterator[None]:
-    """Saves that begin in the block fail when the chunks are written."""
+    """Saves in the block fail when their chunks were written. The block must not end before they do."""
 
     class Failing(TensorStoreEngine):
         def finish(self, values):
@@ -86,7 +101,7 @@ def start_python(code: str, *arguments: object) -> subprocess.Popen[str]:
 def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     """What another Python that ran `code` returned and printed."""
     process = start_python(code, *arguments)
-    out, err = process.communicate(timeout=2 * _PATIENCE_SECS)
+    out, err = process.communicate(timeout=4 * _PATIENCE_SECS)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

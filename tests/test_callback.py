@@ -227,23 +227,24 @@ def test_steps_are_ordered_by_number_report_30(root):
 
 def test_waiting_for_the_save_before_is_logged_and_in_the_stats(root, caplog):
     caplog.set_level(logging.INFO, "flax_rpsave")
-    waiting = threading.Event()
+    with rps.CheckpointCallback(config(root)) as checkpoint, faults.waited_for(checkpoint._saver.writer) as waited_for:
 
-    class Awaited(faults.TensorStoreEngine):
-        """The first save ends a while after the loop began to wait for it."""
+        class Awaited(faults.TensorStoreEngine):
+            """The first save goes on a while after the loop began to wait for it."""
 
-        def write(self, pieces):
-            waiting.wait()
-            began = time.perf_counter()
-            while time.perf_counter() - began < 0.02:
-                pass
-            super().write(pieces)
+            def write(self, pieces):
+                assert waited_for.wait(30)
+                began = time.perf_counter()
+                while time.perf_counter() - began < 0.02:
+                    pass
+                super().write(pieces)
 
-    with faults.engine(Awaited), rps.CheckpointCallback(config(root)) as checkpoint:
-        checkpoint(10, state_at(10))
-        threading.Timer(0, waiting.set).start()
-        checkpoint(20, state_at(20))
-        checkpoint.wait()
+        with faults.engine(Awaited):
+            waited_for.clear()
+            checkpoint(10, state_at(10))
+            waited_for.clear()
+            checkpoint(20, state_at(20))
+            checkpoint.wait()
         assert checkpoint.stats.step == 20
         assert checkpoint.stats.waited_secs >= 0.001
     assert [r for r in caplog.records if r.getMessage().startswith("step 20 waited ")]
@@ -619,6 +620,23 @@ def test_a_background_failure_is_raised_at_the_next_call_with_its_cause_report_3
         assert not checkpoint(21, state)  # raised once
         assert checkpoint(30, state_at(30))
     assert names(root) == ["10", "30"]
+
+
+def test_the_call_that_raises_for_the_save_before_does_not_use_up_its_own_boundary_report_36(root):
+    with rps.CheckpointCallback(config(root)) as checkpoint, faults.waited_for(checkpoint._saver.writer) as waited_for:
+
+        class FailsLate(faults.TensorStoreEngine):
+            def write(self, pieces):
+                assert waited_for.wait(30)
+                raise OSError("gone")
+
+        with faults.engine(FailsLate):
+            checkpoint(10, state_at(10))
+            waited_for.clear()
+            with pytest.raises(rps.SaveError, match=r"step 10 .*gone"):
+                checkpoint(20, state_at(20))
+        assert checkpoint(20, state_at(20))
+    assert names(root) == ["20"]
 
 
 def test_a_failed_step_is_no_step_and_can_be_saved_again_report_33(root):
