@@ -188,16 +188,13 @@ class CheckpointCallback:
           CorruptCheckpointError: There are steps, and none of them verifies.
           DataStateError: Data state in the checkpoint without `data` here, or the other way.
         """
+        if self._closed:
+            raise SaveError("the callback is closed: make a new one to resume")
         if not self.config.enabled:
             return (_initial(state, init), 0)
         self.wait()
-        self._resumed = True
         steps = commit.committed_steps(self._root)
-        if self.config.resume == "never" and steps:
-            raise ConfigError(
-                f"checkpoint.resume is 'never', but {self._root} has steps up to {max(steps)}; "
-                "choose another directory, or set resume: auto"
-            )
+        self._check_resume_allowed(steps)
         if step is not None:
             found = self._resume_exactly(_as_step(step), steps, state, init, skip, rewind)
         elif steps:
@@ -206,6 +203,7 @@ class CheckpointCallback:
             raise NoCheckpointError(f"checkpoint.resume is 'required', but {self._root} has no committed step")
         else:
             found = (_initial(state, init), 0)
+        self._resumed = True
         self._seen = found[1]
         self._saved = found[1] if steps else None
         self._saver.compile_ahead(found[0])
@@ -291,8 +289,17 @@ class CheckpointCallback:
             raise _raisable(error)
         logger.error("at step %s: %s; training goes on (on_error: log)", step, error)
 
+    def _check_resume_allowed(self, steps: Mapping[int, str]) -> None:
+        if self.config.resume == "never" and steps and not self._resumed:
+            raise ConfigError(
+                f"checkpoint.resume is 'never', but {self._root} has steps up to {max(steps)}; "
+                "choose another directory, or set resume: auto"
+            )
+
     def _check_fresh_start(self, step: int) -> None:
-        ahead = [s for s in commit.committed_steps(self._root) if s >= step]
+        steps = commit.committed_steps(self._root)
+        self._check_resume_allowed(steps)
+        ahead = [s for s in steps if s >= step]
         if ahead:
             raise StepOrderError(
                 f"{self._root} has steps up to {max(ahead)}, and this run, which did not call resume(), is at step "

@@ -34,12 +34,13 @@ class Gate:
 
 @contextlib.contextmanager
 def waited_for(writer: flax_rpsave.writer.Writer) -> Iterator[threading.Event]:
-    """An event that is set once the loop waits for the writer."""
+    """An event that is set once the loop waits for a save under way."""
     event = threading.Event()
     wait = writer.wait
 
     def announced() -> float:
-        event.set()
+        if writer.running:
+            event.set()
         return wait()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -240,9 +240,7 @@ def test_waiting_for_the_save_before_is_logged_and_in_the_stats(root, caplog):
                 super().write(pieces)
 
         with faults.engine(Awaited):
-            waited_for.clear()
             checkpoint(10, state_at(10))
-            waited_for.clear()
             checkpoint(20, state_at(20))
             checkpoint.wait()
         assert checkpoint.stats.step == 20
@@ -353,6 +351,19 @@ def test_resume_auto_takes_the_newest_step_and_the_new_config_counts_report_64(r
         assert_is_state_at(20, state)
         assert [s for s in range(21, 36) if checkpoint(s, state)] == [21, 28, 35]
     assert step == 20
+
+
+def test_resume_never_refuses_existing_steps_report_54(root):
+    with rps.CheckpointCallback(config(root, resume="never")) as checkpoint:
+        assert checkpoint.resume(state_at(0))[1] == 0
+        checkpoint(10, state_at(10))
+    before = faults.files_in(root)
+    with rps.CheckpointCallback(config(root, resume="never")) as checkpoint:
+        with pytest.raises(rps.ConfigError, match=r"resume is 'never', but .*steps up to 10.*resume: auto"):
+            checkpoint.resume(state_at(0))
+        with pytest.raises(rps.RPSaveError, match="10"):
+            checkpoint(20, state_at(20))
+    assert faults.files_in(root) == before
 
 
 def test_resume_required_refuses_an_empty_directory(root):
@@ -507,6 +518,24 @@ def test_retention_does_not_count_a_damaged_step(root):
         assert checkpoint.resume(state_at(0))[1] == 25
 
 
+@pytest.mark.parametrize("how", ["all damaged", "only empty directories"])
+def test_where_no_step_verifies_nothing_is_started_from_zero_report_29(root, how):
+    train(root, 10, 20)
+    for step in (10, 20):
+        if how == "all damaged":
+            damage(root, step)
+        else:
+            shutil.rmtree(root / str(step))
+            (root / str(step)).mkdir()
+    before = faults.files_in(root)
+    with rps.CheckpointCallback(config(root)) as checkpoint:
+        with pytest.raises(rps.CorruptCheckpointError, match=r"has steps \[10, 20\], and none of them verifies"):
+            checkpoint.resume(state_at(0))
+        with pytest.raises(rps.StepOrderError, match="steps up to 20"):  # nor if the error is caught
+            checkpoint(20, state_at(20), force=True)
+    assert faults.files_in(root) == before
+
+
 # Preemption
 
 
@@ -632,7 +661,6 @@ def test_the_call_that_raises_for_the_save_before_does_not_use_up_its_own_bounda
 
         with faults.engine(FailsLate):
             checkpoint(10, state_at(10))
-            waited_for.clear()
             with pytest.raises(rps.SaveError, match=r"step 10 .*gone"):
                 checkpoint(20, state_at(20))
         assert checkpoint(20, state_at(20))
@@ -918,6 +946,16 @@ def test_close_waits_for_the_commit_and_may_be_called_again_report_24(root):
     assert checkpoint.all_steps() == [10]
     assert checkpoint.stats.step == 10
     checkpoint.wait()
+
+
+def test_a_closed_callback_neither_saves_nor_resumes(root):
+    checkpoint = rps.CheckpointCallback(config(root))
+    checkpoint.close()
+    with pytest.raises(rps.SaveError, match="step 10: the callback is closed"):
+        checkpoint(10, state_at(10))
+    with pytest.raises(rps.RPSaveError, match="closed"):
+        checkpoint.resume(state_at(0))
+    assert names(root) == []
 
 
 def test_a_disabled_callback_does_nothing(tmp_path):
