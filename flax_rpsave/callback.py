@@ -232,7 +232,7 @@ class CheckpointCallback:
         if self.config.enabled:
             self._saver.writer.wait()
             forget(self._saver.writer)
-            if (error := self._saver.writer.take_error()) is not None:
+            if (error := self._saver.writer.take_error(logged_too=True)) is not None:
                 raise _raisable(error)
 
     def __enter__(self) -> Self:
@@ -288,6 +288,7 @@ class CheckpointCallback:
         if self.config.on_error == "raise":
             raise _raisable(error)
         logger.error("at step %s: %s; training goes on (on_error: log)", step, error)
+        self._saver.writer.keep_logged(error)
 
     def _check_resume_allowed(self, steps: Mapping[int, str]) -> None:
         if self.config.resume == "never" and steps and not self._resumed:
@@ -302,7 +303,7 @@ class CheckpointCallback:
         ahead = [s for s in steps if s >= step]
         if ahead:
             raise StepOrderError(
-                f"{self._root} has steps up to {max(ahead)}, and this run, which did not call resume(), is at step "
+                f"{self._root} has steps up to {max(ahead)}, and this run, which did not resume, is at step "
                 f"{step}: its steps would be lost among them. Call resume(), or set another directory."
             )
 

@@ -244,6 +244,7 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._run: SaveRun | None = None
         self._error: BaseException | None = None
+        self._logged: BaseException | None = None  # of the last save: told by the log alone
 
     @property
     def step(self) -> int | None:
@@ -258,6 +259,7 @@ class Writer:
     def start(self, request: SaveRequest) -> SaveRun:
         """Begins a save; the one before must have ended."""
         assert not self.running
+        self._logged = None
         self._run = SaveRun(request, self.context)
         self._thread = threading.Thread(target=self._work, args=(self._run,), name=f"rpsave-{request.step}")
         _fail_at_exit(self)
@@ -272,12 +274,18 @@ class Writer:
         self._thread.join()
         return time.perf_counter() - begun
 
-    def take_error(self) -> BaseException | None:
-        """The error of the last save that ended, once."""
+    def take_error(self, *, logged_too: bool = False) -> BaseException | None:
+        """The error of the last save that ended, once; `logged_too`: also if `keep_logged` was told of it."""
         if self.running:
             return None
         error, self._error = self._error, None
+        if logged_too:
+            error, self._logged = error or self._logged, None
         return error
+
+    def keep_logged(self, error: BaseException) -> None:
+        """The error of the last save was only logged: unless a later save begins, the program's end raises it."""
+        self._logged = error
 
     def _work(self, run: SaveRun) -> None:
         try:
@@ -349,7 +357,7 @@ def forget(writer: Writer) -> None:
 
 
 def _check_errors() -> None:
-    errors = [error for writer in _writers if (error := writer.take_error()) is not None]
+    errors = [error for writer in _writers if (error := writer.take_error(logged_too=True)) is not None]
     if errors:
         for error in errors:
             print(f"flax_rpsave: the last save failed: {error}", file=sys.stderr)

@@ -382,7 +382,7 @@ def test_a_run_that_did_not_resume_may_not_save_among_the_steps_of_another_repor
     before = faults.files_in(root)
     with (
         rps.CheckpointCallback(config(root)) as checkpoint,
-        pytest.raises(rps.StepOrderError, match=r"steps up to 20.*did not call resume.*is at step 1\b"),
+        pytest.raises(rps.StepOrderError, match=r"steps up to 20.*did not resume, is at step 1\b"),
     ):
         checkpoint(1, state_at(1))  # at the start, not when the first save is due
     assert faults.files_in(root) == before
@@ -701,6 +701,17 @@ def test_close_raises_for_a_failed_last_save_whatever_on_error_says_report_24(ro
             checkpoint.close()
     checkpoint.close()
     assert names(root) == []
+
+
+@pytest.mark.parametrize("seen", ["wait", "a later call"])
+def test_close_raises_for_a_failed_last_save_that_was_only_logged(root, seen):
+    checkpoint = rps.CheckpointCallback(config(root, on_error="log"))
+    with faults.failing_writer(OSError("gone")):
+        checkpoint(10, state_at(10))
+        checkpoint._saver.writer.wait()
+        checkpoint.wait() if seen == "wait" else checkpoint(11, state_at(11))
+    with pytest.raises(rps.SaveError, match=r"step 10.*gone"):
+        checkpoint.close()
 
 
 def test_a_failed_commit_leaves_no_step_report_37(root, monkeypatch):
