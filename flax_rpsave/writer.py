@@ -346,8 +346,6 @@ _writers: set[Writer] = set()
 
 def _fail_at_exit(writer: Writer) -> None:
     """Has the program end with a code that is not 0, should this writer's last error never be raised."""
-    if not _writers:
-        atexit.register(_check_errors)
     _writers.add(writer)
 
 
@@ -356,6 +354,7 @@ def forget(writer: Writer) -> None:
     _writers.discard(writer)
 
 
+@atexit.register  # as early as this module is imported, so that it runs after what the program registers later
 def _check_errors() -> None:
     errors = [error for writer in _writers if (error := writer.take_error(logged_too=True)) is not None]
     if errors:

@@ -1063,6 +1063,16 @@ def test_a_program_that_ends_without_close_commits_its_save_reports_24_and_39(ro
     assert rps.load(root)["x"].tolist() == [1.0] * 4
 
 
+@pytest.mark.parametrize("on_error", ["raise", "log"])
+def test_a_program_that_ends_without_close_fails_where_its_save_does_reports_24_and_39(root, on_error):
+    done = faults.run_python(AT_EXIT, root, "fails", on_error)
+    assert done.returncode == 1
+    assert "flax_rpsave: the last save failed: step 10 was not saved" in done.stderr
+    assert "No space left on device" in done.stderr
+    assert done.stdout.splitlines() == ["end of main", "a handler that the program registered"]
+    assert names(root) == []
+
+
 # Directories
 
 
