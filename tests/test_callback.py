@@ -618,6 +618,39 @@ def test_a_signal_at_a_step_that_is_saved_anyway_stops_without_another_save(root
     assert names(root) == ["10"]
 
 
+def test_handlers_are_put_back_and_signals_reach_them_in_whatever_order_callbacks_close(tmp_path, handled):
+    first = rps.CheckpointCallback(config(tmp_path / "a", preemption_signals=["SIGUSR1"]))
+    second = rps.CheckpointCallback(config(tmp_path / "b", preemption_signals=["SIGUSR1"]))
+    kill_self(signal.SIGUSR1)
+    first.close()
+    kill_self(signal.SIGUSR1)
+    assert second(1, state_at(1))  # told of the signal
+    second.close()
+    kill_self(signal.SIGUSR1)
+    assert handled == [signal.SIGUSR1] * 3
+    third = rps.CheckpointCallback(config(tmp_path / "c", preemption_signals=["SIGUSR1"]))
+    third.close()
+    kill_self(signal.SIGUSR1)
+    assert handled == [signal.SIGUSR1] * 4
+
+
+def test_a_signal_ends_a_program_whose_callbacks_are_all_closed(tmp_path):
+    done = faults.run_python(
+        """
+        import os, signal, sys
+        import flax_rpsave as rps
+
+        first, second = [rps.CheckpointCallback({"directory": f"{sys.argv[1]}/{name}"}) for name in "ab"]
+        first.close()
+        second.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == -signal.SIGTERM
+
+
 def test_a_signal_is_no_preemption_where_that_is_switched_off(root, handled):
     mine = signal.getsignal(signal.SIGUSR1)
     keys = config(root, preemption_signals=["SIGUSR1"], save_on_preemption=False)
