@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from flax_rpsave import commit
 from flax_rpsave.config import CheckpointConfig
@@ -258,9 +259,6 @@ class CheckpointCallback:
         damaged = step in self._saver.writer.damaged
         if final.exists() and not damaged:
             raise StepOrderError(f"step {step} exists in {self._root} already and is not overwritten")
-        for value in (metrics or {}).values():
-            if isinstance(value, jax.Array):
-                value.copy_to_host_async()
         self._saver.save(
             state,
             step=step,
@@ -270,7 +268,7 @@ class CheckpointCallback:
             temporary=commit.temporary(self._root, step, self._saver.nonce),
             item=self.config.item or "default",
             data_state=_encode_data_state(self._data),
-            metrics=metrics,
+            metrics=_taken(metrics or {}),
             extra=_checked_json(extra),
             replaces=final if damaged and final.exists() else None,
         )
@@ -413,6 +411,16 @@ def _filled(state: Any, init: Callable[[], Any] | None, skip: Sequence[str]) -> 
             raise TreeMismatchError("skipped leaves keep the target's values, but it is abstract: pass init=")
         return flatten(init())
     return leaves, structure
+
+
+def _taken(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics as they are now: device arrays on their way to the host, host arrays copied."""
+    taken: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, jax.Array) and not value.is_deleted():
+            value.copy_to_host_async()
+        taken[str(name)] = value.copy() if isinstance(value, np.ndarray) else value
+    return taken
 
 
 def _checked_json(extra: Any) -> Any:

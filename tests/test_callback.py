@@ -267,6 +267,43 @@ def test_async_save_false_raises_in_the_call_that_failed(root):
 # Metrics, extra, data
 
 
+def test_metrics_are_fetched_in_the_background_whatever_they_are(root, caplog):
+    donated = jnp.ones(())
+    jax.jit(lambda x: x + 1, donate_argnums=0)(donated)
+    metrics = {
+        "loss": jnp.asarray(0.5),
+        "half": jnp.asarray(1.5, jnp.bfloat16),
+        "count": jnp.asarray(7),
+        "python": 0.25,
+        "numpy": np.float32(2),
+        "nan": jnp.asarray(np.nan),
+        "vector": jnp.ones(3),
+        "text": "high",
+        "thing": object(),
+        "donated": donated,
+        3: 1.0,
+    }
+    with rps.CheckpointCallback(config(root)) as checkpoint:
+        assert checkpoint(10, state_at(10), metrics=metrics)
+    stored = document(root, 10)["metrics"]
+    assert np.isnan(stored.pop("nan"))
+    good = {"loss": 0.5, "half": 1.5, "count": 7, "python": 0.25, "numpy": 2.0, "3": 1.0}
+    assert stored == {**good, "vector": None, "text": None, "thing": None, "donated": None}
+    for name in ("vector", "text", "thing", "donated"):
+        assert f"metric '{name}' cannot be stored" in caplog.text
+
+
+def test_metrics_are_those_of_the_call(root):
+    metrics = {"loss": np.ones(())}
+    with faults.gated_writer() as gate, rps.CheckpointCallback(config(root)) as checkpoint:
+        checkpoint(10, state_at(10), metrics=metrics)
+        gate.wait_reached()
+        metrics["loss"][...] = 9
+        metrics["later"] = 1
+        gate.open()
+    assert document(root, 10)["metrics"] == {"loss": 1.0}
+
+
 def test_extra_comes_back(root):
     extra = {"epoch": 3, "tags": ["a", None, True], "lr": 1e-3, "nested": {"μ": "ü"}}
     with rps.CheckpointCallback(config(root)) as checkpoint:
