@@ -425,9 +425,27 @@ def _taken(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked_json(extra: Any) -> Any:
     try:
-        return json.loads(json.dumps(extra))
+        return json.loads(_json(extra))
     except (TypeError, ValueError) as error:
         raise SaveError(f"extra must be something that JSON can hold: {error}") from error
+
+
+def _json(value: Any) -> str:
+    """JSON that comes back as it was, but for tuples, which become lists."""
+    text = json.dumps(value)
+    _check_keys(value)
+    return text
+
+
+def _check_keys(value: Any) -> None:
+    if isinstance(value, dict):
+        for key, below in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"its key {key!r} would come back as text; use strings as keys")
+            _check_keys(below)
+    elif isinstance(value, (list, tuple)):
+        for below in value:
+            _check_keys(below)
 
 
 def _encode_data_state(data: Any) -> bytes | None:
@@ -437,7 +455,7 @@ def _encode_data_state(data: Any) -> bytes | None:
     if isinstance(state, bytes):
         return json.dumps({"bytes": base64.b64encode(state).decode()}).encode()
     try:
-        return json.dumps({"json": state}).encode()
+        return _json({"json": state}).encode()
     except (TypeError, ValueError) as error:
         raise DataStateError(f"data.get_state() must be bytes or something that JSON can hold: {error}") from error
 

@@ -315,6 +315,15 @@ def test_extra_comes_back(root):
         assert checkpoint.extra == {**extra, "epoch": 3}
 
 
+@pytest.mark.parametrize("extra", [{"x": np.ones(2)}, {"x": {1, 2}}, object(), {1: "one"}, [{"a": {2.5: 0}}]])
+def test_extra_that_json_cannot_hold_is_refused_before_anything_is_written(root, extra):
+    with rps.CheckpointCallback(config(root)) as checkpoint:
+        with pytest.raises(rps.SaveError, match="extra must be something that JSON can hold"):
+            checkpoint(10, state_at(10), extra=extra)
+        assert names(root) == []
+        assert checkpoint(10, state_at(10), extra={"fine": 1})  # the boundary was not used up
+
+
 @pytest.mark.parametrize("data_type", [Numbers, NumbersAsBytes])
 def test_the_data_position_is_that_of_the_step_report_25(root, data_type):
     data = data_type()
@@ -367,6 +376,16 @@ def test_data_that_is_no_iterator_with_a_state_is_refused(root):
     with pytest.raises(TypeError, match=r"data must have get_state\(\) and set_state\(\).*got list"):
         rps.CheckpointCallback(config(root), data=[1, 2, 3])
     assert not root.exists()
+
+
+@pytest.mark.parametrize("state", [{"order": np.arange(3)}, {"order": {3: 1}}, object()])
+def test_data_state_that_cannot_be_stored_is_refused_before_anything_is_written(root, state):
+    data = Numbers()
+    data.get_state = lambda: state
+    with rps.CheckpointCallback(config(root), data=data) as checkpoint:
+        with pytest.raises(rps.DataStateError, match="must be bytes or something that JSON can hold"):
+            checkpoint(10, state_at(10))
+        assert names(root) == []
 
 
 # Resuming
