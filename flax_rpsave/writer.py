@@ -295,6 +295,7 @@ class Writer:
             logger.error("step %d was not saved: %s", run.request.step, error)
             return
         stats = self.stats
+        self.damaged.discard(stats.step)  # saved again, and moved aside
         logger.info(
             "step %d committed: %d leaves, %.1f MB in %.2f s (%.2f GB/s), the loop was blocked for %.1f ms",
             stats.step, stats.leaves, stats.bytes_written / 1e6, stats.total_secs,

@@ -563,6 +563,17 @@ def test_a_damaged_newest_step_is_passed_over_and_saved_again_reports_29_33_and_
     assert_is_state_at(30, rps.load(root, state_at(0)))
 
 
+def test_a_step_that_was_saved_again_is_sound_to_retention(root):
+    train(root, 10, 20)
+    damage(root, 20)
+    with rps.CheckpointCallback(config(root, max_to_keep=1)) as checkpoint:
+        checkpoint.resume(state_at(0))
+        checkpoint(20, state_at(20))
+        checkpoint(30, state_at(30))
+        checkpoint.wait()
+        assert checkpoint.all_steps() == [30]
+
+
 def test_retention_does_not_count_a_damaged_step(root):
     train(root, 10, 20, 30)
     damage(root, 30)
