@@ -64,7 +64,7 @@ def save(
             begun=time.perf_counter(),
             waited_secs=0.0,
             final=final,
-            temporary=commit.temporary(final.parent, final.name, saver.nonce),
+            temporary=saver.temporary(final.parent, final.name),
             item=None,
         )
         saver.writer.wait()

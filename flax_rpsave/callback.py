@@ -29,7 +29,7 @@ from flax_rpsave.leaves import Leaf, flatten
 from flax_rpsave.preemption import PreemptionWatch
 from flax_rpsave.restore import Stored, open_checkpoint, restore
 from flax_rpsave.saver import Saver
-from flax_rpsave.store import Directory, explained, open_directory
+from flax_rpsave.store import Directory, explained, new_context, open_directory
 from flax_rpsave.writer import SaveStats, forget
 
 logger = logging.getLogger("flax_rpsave")
@@ -265,7 +265,7 @@ class CheckpointCallback:
             begun=begun + waited,
             waited_secs=waited,
             final=final,
-            temporary=commit.temporary(self._root, step, self._saver.nonce),
+            temporary=self._saver.temporary(self._root, step),
             item=self.config.item or "default",
             data_state=_encode_data_state(self._data),
             metrics=_taken(metrics or {}),
@@ -339,7 +339,8 @@ class CheckpointCallback:
         ) from first_error
 
     def _restore(self, directory: Directory, state: Any, init: Any, skip: Sequence[str]) -> Any:
-        stored = open_checkpoint(directory, self.config.item, self._saver.writer.context)
+        # A context of its own: TensorStore caches by path, and a step's directory may be another one than last time.
+        stored = open_checkpoint(directory, self.config.item, new_context())
         data_state = self._matching_data_state(stored)
         leaves, structure = _filled(state, init, skip)
         restored = restore(stored, leaves, structure, skip=skip)

@@ -7,6 +7,7 @@ directories, and renames the directory to `<step>/`. Until that rename the step 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Iterable, Mapping
@@ -98,7 +99,10 @@ def publish(step: Directory, item: Directory, final: Directory, files: Mapping[s
 
 def move_aside(step: Directory, why: str, nonce: str) -> Directory:
     """Gives a step's directory a name under which it is no step any more, and returns it."""
-    target = step.parent / f"{step.name}.{why}-{nonce}"
+    first = f"{step.name}.{why}-{nonce}"
+    taken = step.parent.children()
+    names = itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2)))
+    target = step.parent / next(name for name in names if name not in taken)
     step.move_to(target)
     return target
 

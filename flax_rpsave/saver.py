@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from flax_rpsave import commit
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.errors import SaveError
 from flax_rpsave.leaves import Leaf, flatten
@@ -39,8 +40,14 @@ class Saver:
         self.config = config
         self.nonce = secrets.token_hex(4)
         self.writer = Writer(root, on_commit)
+        self._saves = 0
         self._signature: Any = None
         self._snapshotter: Snapshotter | None = None
+
+    def temporary(self, root: Directory, name: int | str) -> Directory:
+        """Where a checkpoint of this name is written to: a new path each time, since TensorStore caches by path."""
+        self._saves += 1
+        return commit.temporary(root, name, f"{self._saves}-{self.nonce}")
 
     def save(
         self,

@@ -473,6 +473,19 @@ def test_rewind_moves_newer_steps_aside_where_they_are_no_steps_any_more_report_
     assert rps.load(root)["updates"] == 21
 
 
+def test_a_run_can_be_rewound_twice(root):
+    with rps.CheckpointCallback(config(root)) as checkpoint:
+        checkpoint(10, state_at(10))
+        for attempt in (1, 2):
+            checkpoint(20, state_at(20 + attempt))
+            assert_is_state_at(20 + attempt, checkpoint.resume(state_at(0), step=20)[0])
+            _, step = checkpoint.resume(state_at(0), step=10, rewind=True)
+            assert step == 10
+            assert checkpoint.all_steps() == [10]
+    aside = [rps.load(root / name)["updates"] for name in names(root) if name.startswith("20.abandoned-")]
+    assert sorted(aside) == [21, 22]
+
+
 def test_an_explicit_step_never_falls_back(root):
     train(root, 10, 20)
     damage(root, 20)
