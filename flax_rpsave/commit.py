@@ -16,7 +16,7 @@ from typing import Any
 import tensorstore as ts
 
 from flax_rpsave import documents
-from flax_rpsave.errors import SaveError
+from flax_rpsave.errors import CorruptCheckpointError, SaveError
 from flax_rpsave.store import Directory, database, open_database
 
 logger = logging.getLogger(__name__)
@@ -119,4 +119,7 @@ def read_metrics(step: Directory) -> dict[str, Any]:
     data = step.read(documents.CHECKPOINT)
     if data is None:
         return {}
-    return dict(documents.parse_checkpoint(data, f"{step}/{documents.CHECKPOINT}")["metrics"])
+    try:
+        return dict(documents.parse_checkpoint(data, f"{step}/{documents.CHECKPOINT}")["metrics"])
+    except CorruptCheckpointError:
+        return {}

@@ -1002,6 +1002,17 @@ def test_steps_that_cannot_be_deleted_fail_no_training_report_50(root, caplog, m
     assert names(root) == ["30"]
 
 
+def test_a_step_whose_metrics_cannot_be_read_does_not_stop_retention(root):
+    train(root, 10, 20, 30)
+    (root / "10" / "_CHECKPOINT_METADATA").write_bytes(b"{")
+    keep_best = {"metric": "loss", "mode": "min"}
+    with rps.CheckpointCallback(config(root, max_to_keep=1, keep_best=keep_best)) as checkpoint:
+        checkpoint.resume(state_at(0))
+        checkpoint(40, state_at(40))
+    assert "40" in names(root)
+    assert "20" not in names(root)
+
+
 # Interrupted saves
 
 
