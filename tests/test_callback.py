@@ -838,6 +838,8 @@ def test_a_failed_commit_leaves_no_step_report_37(root, monkeypatch):
             with pytest.raises(rps.SaveError, match=r"step 10 .*No space left"):
                 checkpoint.wait()
         assert names(root) == []
+        assert checkpoint(10, state_at(10), force=True)
+    assert_is_state_at(10, rps.load(root, state_at(0)))
 
 
 @pytest.mark.parametrize("error", [TypeError("unexpected"), MemoryError("no memory"), KeyboardInterrupt()])
