@@ -14,10 +14,10 @@ import numpy as np
 import tensorstore as ts
 
 from flax_rpsave.config import StorageConfig
-from flax_rpsave.documents import digest
+from flax_rpsave.documents import array_digest, digest
 from flax_rpsave.planner import LeafPlan
 from flax_rpsave.snapshot import Piece
-from flax_rpsave.store import Directory, array_spec, chunk_key, database, open_database
+from flax_rpsave.store import Directory, array_spec, chunk_key, database, document_key, open_database
 
 
 @dataclass
@@ -26,7 +26,8 @@ class Written:
 
     Attributes:
       nbytes: Bytes of chunk data, padding included.
-      digests: Of each chunk by its key, of the values without padding; "" where none was taken.
+      digests: Of each chunk by its key, of the values without padding, and of each array's shape, dtype and chunk shape
+        by the key of its document; "" where none was taken.
     """
 
     nbytes: int = 0
@@ -40,7 +41,7 @@ class Engine(Protocol):
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """Digests of the chunks written so far, by key."""
+        """Digests of what was written so far, by key; of arrays without chunks from the beginning."""
 
     def write(self, pieces: Iterable[Piece]) -> None:
         """Writes a batch; it is durable on return, and no piece is referred to any more."""
@@ -80,6 +81,8 @@ class TensorStoreEngine:
         self._context = context
         self._written = Written()
         self._undescribed = set(range(len(names))) if describe_all else set()
+        for leaf in self._undescribed:
+            self._digest_document(leaf)
 
     @property
     def digests(self) -> Mapping[str, str]:
@@ -124,4 +127,12 @@ class TensorStoreEngine:
             self._database, self._names[leaf], layout.shape, layout.dtype, plan.chunk_shape, self._storage
         )
         self._undescribed.discard(leaf)
+        self._digest_document(leaf)
         return ts.open(spec, create=True, open=True, context=self._context, transaction=transaction).result()
+
+    def _digest_document(self, leaf: int) -> None:
+        plan = self._plans[leaf]
+        shape, dtype = plan.layout.shape, plan.layout.dtype.name
+        self._written.digests[document_key(self._names[leaf])] = (
+            array_digest(shape, dtype, plan.chunk_shape) if self._storage.checksum else ""
+        )

@@ -32,6 +32,7 @@ from flax_rpsave.store import (
     brief,
     chunk_key,
     database,
+    document_key,
     open_database,
     within,
 )
@@ -51,7 +52,7 @@ class Stored:
       tree: Its leaves.
       key_impls: PRNG implementations by leaf name.
       strings: Strings by leaf name.
-      digests: Digest of each chunk by its key; None where the checkpoint has none.
+      digests: Digest of each chunk and array by its key; None where the checkpoint has none.
       own: What this package kept in the checkpoint's document.
     """
 
@@ -94,6 +95,7 @@ class Stored:
         for entry in entries:
             with _Reading(f"leaf {'/'.join(entry.path)} of {self.item}"):
                 arrays[entry.name] = pending[entry.name].result()
+            self._verify_document(entry.name, arrays[entry.name])
         return arrays
 
     def read(self, arrays: Mapping[str, ts.TensorStore]) -> Iterator[tuple[str, np.ndarray]]:
@@ -127,10 +129,23 @@ class Stored:
             self._verify(name, array, values)
             yield name, values
 
+    def _verify_document(self, name: str, array: ts.TensorStore) -> None:
+        if self.digests is None:
+            return
+        expected = self.digests.get(document_key(name))
+        if expected is None:
+            raise CorruptCheckpointError(f"leaf {name} of {self.item} was not reported as written")
+        found = documents.array_digest(array.shape, array.dtype.numpy_dtype.name, _chunk_shape(array))
+        if expected and found != expected:
+            raise CorruptCheckpointError(
+                f"leaf {name} of {self.item}: its document was changed after it was written; it now says "
+                f"{array.dtype.numpy_dtype.name}{list(array.shape)}"
+            )
+
     def _verify(self, name: str, array: ts.TensorStore, values: np.ndarray) -> None:
         if self.digests is None or not values.size:
             return
-        chunk: tuple[int, ...] = array.chunk_layout.write_chunk.shape or ()  # type: ignore[assignment]  # None: rank 0
+        chunk = _chunk_shape(array)
         for index in itertools.product(*(range(-(-n // c)) for n, c in zip(values.shape, chunk, strict=True))):
             key = chunk_key(name, index)
             expected = self.digests.get(key)
@@ -141,6 +156,10 @@ class Stored:
                 raise CorruptCheckpointError(
                     f"leaf {name} of {self.item}: the bytes of chunk {key!r} are not those that were written"
                 )
+
+
+def _chunk_shape(array: ts.TensorStore) -> tuple[int, ...]:
+    return tuple(array.chunk_layout.write_chunk.shape or ())  # None: rank 0
 
 
 def open_checkpoint(directory: Directory, item: str | None, context: ts.Context) -> Stored:

@@ -430,6 +430,25 @@ def test_a_checkpoint_with_a_truncated_file_is_never_read_wrongly_report_34(dama
     assert "CorruptCheckpointError" in seen
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("[30]", "[20]"), ("[10]", "[30]"), ('"int32"', '"int16"'), ('"int32"', '"uint32"'), ('"float64"', '"int64"')],
+)
+def test_a_changed_shape_or_dtype_is_damage_and_no_other_value(damageable, old, new):
+    directory, files, wanted = damageable
+    changed = 0
+    for path, data in files.items():
+        in_database = path.name != "zarr.json"  # where values must keep their lengths
+        if old.encode() in data and b"zarr_format" in data and not (in_database and len(old) != len(new)):
+            path.write_bytes(data.replace(old.encode(), new.encode(), 1))
+            changed += 1
+            with pytest.raises(rps.CorruptCheckpointError):
+                rps.load(directory)
+            put_back({path: data})
+    assert changed or len(old) != len(new)
+    assert outcome(lambda: rps.load(directory), wanted) == "same"
+
+
 def test_a_half_deleted_newest_step_is_passed_over_for_the_one_before_report_29(run):
     files = {path: path.read_bytes() for path in sorted((run / "20").rglob("*")) if path.is_file()}
     found = []
