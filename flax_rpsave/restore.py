@@ -39,7 +39,10 @@ from flax_rpsave.store import (
 
 _IN_FLIGHT_NBYTES = 512 << 20
 # TensorStore's status codes that speak of the content; the others (denied, unavailable, …) speak of the storage.
-_CORRUPT = re.compile(r"(?:^|\s)(NOT_FOUND|DATA_LOSS|INVALID_ARGUMENT|FAILED_PRECONDITION|OUT_OF_RANGE|UNIMPLEMENTED):")
+# A database's nodes that were read and make no sense carry none.
+_CORRUPT = re.compile(
+    r"(?:^|\s)(NOT_FOUND|DATA_LOSS|INVALID_ARGUMENT|FAILED_PRECONDITION|OUT_OF_RANGE|UNIMPLEMENTED):|Error decoding "
+)
 
 
 @dataclass(frozen=True)

@@ -430,6 +430,20 @@ def test_a_checkpoint_with_a_truncated_file_is_never_read_wrongly_report_34(dama
     assert "CorruptCheckpointError" in seen
 
 
+def test_a_checkpoint_with_one_changed_byte_is_never_read_wrongly_report_34(damageable):
+    directory, files, wanted = damageable
+    seen = set()
+    for number, (path, data) in enumerate(files.items()):
+        stride = 1 + 2 * (len(data) > 60) + 4 * (len(data) > 400)
+        for at in range(number % stride, len(data), stride):
+            changed = bytearray(data)
+            changed[at] ^= 1 << (at // stride) % 8
+            path.write_bytes(changed)
+            seen.add(outcome(lambda: rps.load(directory), wanted))
+        put_back({path: data})
+    assert "CorruptCheckpointError" in seen
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [("[30]", "[20]"), ("[10]", "[30]"), ('"int32"', '"int16"'), ('"int32"', '"uint32"'), ('"float64"', '"int64"')],
