@@ -76,6 +76,16 @@ class Stored:
             found = self._database.read(key).result()
         return documents.unseal(found.value, f"{self.item}/{key}") if found.state == "value" else None
 
+    def string(self, entry: TreeEntry) -> str:
+        """The text of a string leaf.
+
+        Raises:
+          CorruptCheckpointError: It is missing.
+        """
+        if entry.name not in self.strings:
+            raise CorruptCheckpointError(f"leaf {'/'.join(entry.path)} of {self.item}: its text is missing")
+        return self.strings[entry.name]
+
     def open_arrays(self, entries: Sequence[TreeEntry]) -> dict[str, ts.TensorStore]:
         """Opens arrays; their shapes and dtypes are then known.
 
@@ -211,6 +221,8 @@ def open_checkpoint(directory: Directory, item: str | None, context: ts.Context)
     with _Reading(str(place)):
         store = open_database(database(place, tree.use_ocdbt), context)
         digests = _read_digests(store, place, own)
+    if marker is None and (own or digests is not None):  # stock Orbax writes none on a file system; we always do
+        raise CorruptCheckpointError(f"{directory}/{documents.COMMIT} is missing")
     return Stored(directory, place, tree, impls, strings, digests, own, store, context)
 
 
@@ -355,7 +367,7 @@ def restore(
         values[i] = place(cast(array, dtype), leaves[i], sharding)
     for i in wanted:
         if leaves[i].kind == "string":
-            values[i] = stored.strings[by_path[leaves[i].path].name]
+            values[i] = stored.string(by_path[leaves[i].path])
     return structure.rebuild(values)
 
 

@@ -419,6 +419,25 @@ def put_back(files):
         path.write_bytes(data)
 
 
+def test_a_checkpoint_with_deleted_files_is_never_read_wrongly_report_34(damageable):
+    directory, files, wanted = damageable
+    seen = set()
+    paths = list(files)
+    for first, one in enumerate(paths):
+        for other in paths[first:]:  # alone, and with each other one
+            one.unlink()
+            other.unlink(missing_ok=True)
+            seen.add(outcome(lambda: rps.load(directory), wanted))
+            put_back({one: files[one], other: files[other]})
+    for order in (paths, paths[::-1]):  # as `rm -r` goes about it
+        for path in order:
+            path.unlink()
+            seen.add(outcome(lambda: rps.load(directory), wanted))
+        put_back(files)
+    assert "CorruptCheckpointError" in seen
+    assert outcome(lambda: rps.load(directory), wanted) == "same"
+
+
 def test_a_checkpoint_with_a_truncated_file_is_never_read_wrongly_report_34(damageable):
     directory, files, wanted = damageable
     seen = set()
