@@ -70,8 +70,8 @@ class Saver:
           SaveError: The state cannot be saved; nothing was written.
         """
         leaves, _ = flatten(state)
-        if not leaves:
-            raise SaveError(f"step {step}: the state has no leaves, so there is nothing to save")
+        if not any(leaf.is_array or leaf.kind == "string" for leaf in leaves):
+            raise SaveError(f"step {step}: the state has no array, number or string, so there is nothing to save")
         snapshotter = self._snapshotter_for(leaves)
         arrays = [leaf for leaf in leaves if leaf.is_array]
         run = self.writer.start(

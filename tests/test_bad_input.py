@@ -232,6 +232,16 @@ def test_a_donated_state_is_refused_by_leaf_before_anything_is_written_report_8(
     assert kept is not None
 
 
+@pytest.mark.parametrize("state", [{}, None, [], {"a": {}, "b": (None, [])}, {"f": len}])
+def test_a_state_without_anything_to_store_is_refused_report_67(run, state):
+    with nothing_changes(run), rps.CheckpointCallback(config(run)) as checkpoint:
+        checkpoint.resume(state_at(0))
+        with pytest.raises(rps.SaveError, match="nothing to save"):
+            checkpoint(30, state)
+        with pytest.raises(rps.SaveError, match="nothing to save"):
+            rps.save(run / "other", state)
+
+
 @pytest.mark.parametrize("state", [jnp.ones(()), 3, np.float32(2), np.arange(3)])
 def test_a_bare_leaf_is_a_state_report_19(tmp_path, state):
     with rps.CheckpointCallback(config(tmp_path / "run")) as checkpoint:
