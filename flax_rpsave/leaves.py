@@ -311,7 +311,8 @@ def _key_data(value: Any) -> tuple[Any, str]:
 def _check_dtype(where: str, dtype: Any) -> None:
     dtype = np.dtype(dtype)
     custom = dtype.kind == "V" and hasattr(ml_dtypes, dtype.name)
-    if dtype.name in _UNSTORABLE_DTYPES or (dtype.kind not in "biufc" and not custom) or dtype.itemsize > 16:
+    too_long = dtype.itemsize > (16 if dtype.kind == "c" else 8)  # NumPy's longdouble
+    if dtype.name in _UNSTORABLE_DTYPES or (dtype.kind not in "biufc" and not custom) or too_long:
         raise UnsupportedLeafError(
             f"leaf {where} has dtype {dtype.name}, for which the zarr3 format has no data type. "
             "Store it as another dtype, for instance as its bits (`jax.lax.bitcast_convert_type`)."

@@ -195,6 +195,35 @@ class Thing:
 
 
 @pytest.mark.parametrize(
+    ("leaf", "said"),
+    [
+        (Thing(), "a test_bad_input.Thing, which cannot be stored"),
+        (b"bytes", "a builtins.bytes, which cannot be stored"),
+        ({1, 2}, "a builtins.set, which cannot be stored"),
+        (np.array([Thing()]), "dtype object"),
+        (np.array(["a", "bc"]), "dtype str"),
+        (np.array(["2020-01-01"], "datetime64[D]"), "dtype datetime64"),
+        (np.zeros(2, [("x", "f4")]), "dtype void"),
+        (np.zeros(2, ml_dtypes.uint4), "dtype uint4"),
+        (np.zeros(2, ml_dtypes.float8_e4m3), "dtype float8_e4m3"),
+        (jnp.zeros(2, jnp.uint4), "dtype uint4"),
+        (2**70, "dtype object"),
+        (np.longdouble(1), "dtype float128"),
+        (np.ones(2, np.clongdouble), "dtype complex256"),
+    ],
+    ids=lambda value: re.sub(r"\W+", "-", value) if isinstance(value, str) else "",
+)
+def test_a_leaf_that_cannot_be_stored_is_named_before_anything_is_written(run, leaf, said):
+    state = {"params": {"layer": [np.ones(2), leaf]}}
+    with nothing_changes(run), rps.CheckpointCallback(config(run)) as checkpoint:
+        checkpoint.resume(state_at(0))
+        with pytest.raises(rps.UnsupportedLeafError, match=rf"leaf params/layer/1 .*({said})"):
+            checkpoint(30, state)
+        with pytest.raises(rps.UnsupportedLeafError, match="params/layer/1"):
+            rps.save(run / "other", state)
+
+
+@pytest.mark.parametrize(
     ("state", "said"),
     [
         (
