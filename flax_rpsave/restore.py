@@ -422,7 +422,7 @@ def place(values: np.ndarray, leaf: Leaf, sharding: jax.sharding.Sharding | None
     dtype = np.dtype(leaf.value.dtype)
     if values.dtype != dtype:  # scalars of one kind and another width
         narrowed = values.astype(dtype)
-        if leaf.kind != "scalar" and narrowed.dtype.kind in "iu" and narrowed.astype(values.dtype) != values:
+        if narrowed.dtype.kind in "iu" and narrowed.astype(values.dtype) != values:
             raise TreeMismatchError(f"{leaf.label}: the stored value {values} does not fit into {dtype.name}")
         values = narrowed
     if leaf.kind == "scalar":

@@ -396,6 +396,13 @@ def test_nothing_is_cast_in_silence_report_10(tmp_path):
         rps.load(tmp_path / "run", {"count": jnp.zeros(1, jnp.float32)})
 
 
+@pytest.mark.parametrize("target", [np.int8(0), np.zeros((), np.int8), jnp.zeros((), jnp.int8), np.int32(0)])
+def test_a_stored_scalar_that_the_targets_width_cannot_hold_is_an_error_report_10(tmp_path, target):
+    rps.save(tmp_path / "c", {"n": np.int64(2**40 + 7)})
+    with pytest.raises(rps.TreeMismatchError, match=rf"n: the stored value {2**40 + 7} does not fit into int(8|32)"):
+        rps.load(tmp_path / "c", {"n": target})
+
+
 def test_a_model_with_more_layers_or_another_optimizer_does_not_restore_report_22(tmp_path):
     class Model(nn.Module):
         layers: int
