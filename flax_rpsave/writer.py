@@ -239,6 +239,7 @@ class Writer:
         self.context = new_context()
         self.stats: SaveStats | None = None
         self.damaged: set[int] = set()
+        self._cleaned = False
         self._root = root
         self._on_commit = on_commit
         self._thread: threading.Thread | None = None
@@ -288,6 +289,8 @@ class Writer:
         self._logged = error
 
     def _work(self, run: SaveRun) -> None:
+        if self._root is not None and not self._cleaned:
+            self._clean_leftovers(self._root, run.request)
         try:
             self.stats = run.execute()
         except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
@@ -309,11 +312,18 @@ class Writer:
             except Exception:
                 logger.exception("on_commit failed for step %d; the step is committed", stats.step)
 
-    def _clean(self, root: Directory, request: SaveRequest) -> None:
-        """Deletes what no rule keeps, and what earlier runs left half done. Its failure harms no checkpoint."""
-        config = request.config
+    def _clean_leftovers(self, root: Directory, request: SaveRequest) -> None:
+        """Deletes what earlier runs left half done; before the first save, which may need the room."""
         try:
             commit.delete_leftovers(root, request.nonce)
+            self._cleaned = True
+        except Exception as error:  # noqa: BLE001 - no reason not to save
+            logger.warning("leftovers in %s could not be removed, tried again at the next save: %s", root, error)
+
+    def _clean(self, root: Directory, request: SaveRequest) -> None:
+        """Deletes what no rule keeps. Its failure harms no checkpoint."""
+        config = request.config
+        try:
             steps = {step: name for step, name in commit.committed_steps(root).items() if step not in self.damaged}
             wants_metrics = config.keep_best is not None and config.max_to_keep is not None
             doomed = steps_to_delete(

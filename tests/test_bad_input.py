@@ -583,6 +583,20 @@ def test_a_full_disk_fails_the_save_and_room_lets_the_next_one_work_report_58(fi
             np.testing.assert_array_equal(rps.load(place / "run", step=40)["x"], big["x"])
 
 
+def test_a_disk_full_of_an_interrupted_save_has_room_for_the_next_report_32(tmp_path):
+    place = tmp_path / "disk"
+    big = {"x": jnp.arange(1 << 20, dtype=jnp.int32)}  # 4 MiB
+    with faults.mounted(place, "size=7m"):
+        leftover = place / "run" / "10.orbax-checkpoint-tmp-dead"
+        leftover.mkdir(parents=True)
+        (leftover / "data").write_bytes(bytes(5 << 20))
+        with rps.CheckpointCallback(config(place / "run")) as checkpoint:
+            assert checkpoint.resume(big)[1] == 0
+            assert leftover.exists()
+            assert checkpoint(10, big)
+        assert [path.name for path in (place / "run").iterdir()] == ["10"]
+
+
 def test_a_file_system_that_becomes_read_only_fails_the_save_and_not_the_run_report_58(finished_run, tmp_path):
     place = tmp_path / "disk"
     with faults.mounted(place, "size=8m"):
@@ -606,3 +620,35 @@ def test_a_directory_that_is_deleted_under_the_run_is_made_again(run):
         assert checkpoint(30, state_at(30))
         checkpoint.wait()
         assert checkpoint.all_steps() == [30]
+
+
+def test_a_save_that_begins_while_the_interpreter_exits_works_or_says_so(tmp_path):
+    done = faults.run_python(
+        """
+        import atexit, sys
+        import numpy as np
+        import flax_rpsave as rps
+
+        checkpoint = rps.CheckpointCallback({"directory": sys.argv[1], "save_interval_steps": 1})
+
+        @atexit.register
+        def last():
+            try:
+                checkpoint(1, {"x": np.ones(3)})
+            except rps.SaveError as error:
+                print(f"refused: {error}")
+            try:
+                checkpoint.close()
+            except rps.SaveError as error:
+                print(f"close: {error}")
+            print("steps", checkpoint.all_steps())
+        """,
+        tmp_path / "run",
+    )
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    if lines[0].startswith("refused: "):  # Python 3.12 starts no thread any more
+        assert "step 1" in lines[0]
+        assert lines[1:] == ["steps []"]
+    else:
+        assert lines == ["steps [1]"]
