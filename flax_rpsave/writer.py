@@ -262,9 +262,13 @@ class Writer:
         assert not self.running
         self._logged = None
         self._run = SaveRun(request, self.context)
-        self._thread = threading.Thread(target=self._work, args=(self._run,), name=f"rpsave-{request.step}")
+        thread = threading.Thread(target=self._work, args=(self._run,), name=f"rpsave-{request.step}")
         _fail_at_exit(self)
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the interpreter exits, or the system has no thread left
+            raise SaveError(f"step {request.step} cannot be saved: {error}") from error
+        self._thread = thread
         return self._run
 
     def wait(self) -> float:
