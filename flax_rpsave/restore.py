@@ -172,7 +172,7 @@ class Stored:
 
 
 def _chunk_shape(array: ts.TensorStore) -> tuple[int, ...]:
-    return tuple(array.chunk_layout.write_chunk.shape or ())  # None: rank 0
+    return tuple(array.chunk_layout.write_chunk.shape or ())  # type: ignore[arg-type]  # None: rank 0
 
 
 def open_checkpoint(directory: Directory, item: str | None, context: ts.Context) -> Stored:

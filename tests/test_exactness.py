@@ -21,6 +21,7 @@ class TrainState(train_state.TrainState):
     key: jax.Array
     ema: dict
     mask_key: jax.Array  # of the old kind: a plain uint32 array
+    decay: jax.Array  # weakly typed, and on one device at first
 
 
 class Model(nn.Module):
@@ -76,7 +77,7 @@ def fresh(seed):
     params, opt_state, key, ema, mask_key = jax.device_put(_init(jax.random.key(seed)), REPLICATED)
     return TrainState(
         step=0, apply_fn=MODEL.apply, params=params, tx=OPTIMIZER, opt_state=opt_state, key=key, ema=ema,
-        mask_key=mask_key,
+        mask_key=mask_key, decay=jnp.asarray(0.9),
     )  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def _train_step(state, batch):
 
     loss, gradients = jax.value_and_grad(loss_of)(state.params)
     state = state.apply_gradients(grads=gradients)
-    ema = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, state.ema, state.params)
+    ema = jax.tree.map(lambda e, p: state.decay * e + (1 - state.decay) * p, state.ema, state.params)
     return state.replace(key=key, mask_key=mask_key, ema=ema), loss
 
 
