@@ -5,9 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax._src import distributed as _distributed
 from jax._src.lax import lax as _lax
 
 
 def as_weak(array: Any) -> Any:
     """The array with a weak type. No public function makes a weakly typed array of given values and sharding."""
     return jax.jit(lambda x: _lax._convert_element_type(x, x.dtype, weak_type=True))(array)
+
+
+def coordination_client() -> Any:
+    """The client of the coordination service that `jax.distributed` runs; None in a program of one process.
+
+    The public functions over it (`multihost_utils`) are device collectives, which queue behind the train steps and have
+    no time-out, or barriers, which carry no reason for a failure.
+    """
+    return _distributed.global_state.client

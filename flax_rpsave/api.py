@@ -9,16 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import tensorstore as ts
 
 from flax_rpsave import commit
 from flax_rpsave.config import CheckpointConfig
+from flax_rpsave.directory import Directory, open_directory
 from flax_rpsave.documents import TreeEntry
 from flax_rpsave.errors import NoCheckpointError, StepOrderError, TreeMismatchError
 from flax_rpsave.leaves import flatten, unflatten_to_dicts
 from flax_rpsave.planner import SavePlan, layout_of, plan_leaves
-from flax_rpsave.restore import Stored, cast, is_checkpoint, open_checkpoint, put, restore
+from flax_rpsave.restore import Fit, cast, put
 from flax_rpsave.saver import Saver
-from flax_rpsave.store import Directory, new_context, open_directory
+from flax_rpsave.store import new_context
+from flax_rpsave.stored import Stored, is_checkpoint, open_checkpoint
 from flax_rpsave.writer import forget
 
 _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
@@ -53,10 +56,11 @@ def save(
       StepOrderError: The directory exists.
       SaveError: The state cannot be saved.
     """
-    final = open_directory(path)
-    if os.path.lexists(final.path):
+    context = new_context()
+    final = open_directory(path, context)
+    if final.exists():
         raise StepOrderError(f"{final} exists already and is not overwritten")
-    saver = Saver(_config(config), None)
+    saver = Saver(_config(config), None, context)
     try:
         saver.save(
             tree,
@@ -64,7 +68,6 @@ def save(
             begun=time.perf_counter(),
             waited_secs=0.0,
             final=final,
-            temporary=saver.temporary(final.parent, final.name),
             item=None,
         )
         saver.writer.wait()
@@ -102,13 +105,14 @@ def load(
     Example:
       >>> params = load("/ckpt/run1", subtree="params", dtype=jnp.bfloat16, sharding=on_one_device)
     """
-    stored = _open(open_directory(path), step)
+    context = new_context()
+    stored = _open(open_directory(path, context), step, context)
     entries = list(stored.tree.entries)
     if subtree is not None:
         entries = _below(stored, tuple(part for part in subtree.split("/") if part))
     if target is not None:
         leaves, structure = flatten(target)
-        return restore(stored, leaves, structure, entries=entries, dtype=dtype, sharding=sharding)
+        return Fit(stored, leaves, structure, entries=entries, dtype=dtype, sharding=sharding).finish()
     values: dict[str, Any] = {}
     for name, array in stored.read(stored.open_arrays([entry for entry in entries if entry.is_array])):
         values[name] = cast(array, dtype) if sharding is None else put(cast(array, dtype), sharding)
@@ -130,7 +134,7 @@ def _config(config: CheckpointConfig | Mapping[str, Any] | None) -> CheckpointCo
     )
 
 
-def _open(directory: Directory, step: int | None) -> Stored:
+def _open(directory: Directory, step: int | None, context: ts.Context) -> Stored:
     """The checkpoint at a path, which may be one or a run's directory."""
     if not directory.exists():
         raise NoCheckpointError(f"{directory} does not exist")
@@ -139,10 +143,10 @@ def _open(directory: Directory, step: int | None) -> Stored:
         if step not in steps:
             raise NoCheckpointError(f"{directory} has no step {step}; it has {list(steps) or 'none'}")
     elif is_checkpoint(directory):
-        return open_checkpoint(directory, None, new_context())
+        return open_checkpoint(directory, None, context)
     elif not steps:
         raise NoCheckpointError(f"{directory} is neither a checkpoint nor a run's directory with committed steps")
-    return open_checkpoint(directory / steps[step if step is not None else max(steps)], None, new_context())
+    return open_checkpoint(directory / steps[step if step is not None else max(steps)], None, context)
 
 
 def _below(stored: Stored, prefix: tuple[str, ...]) -> list[TreeEntry]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from flax_rpsave import commit
 from flax_rpsave.config import CheckpointConfig
+from flax_rpsave.directory import Directory, explained, open_directory
 from flax_rpsave.errors import (
     ConfigError,
     CorruptCheckpointError,
@@ -27,9 +28,10 @@ from flax_rpsave.errors import (
 )
 from flax_rpsave.leaves import Leaf, flatten
 from flax_rpsave.preemption import PreemptionWatch
-from flax_rpsave.restore import Stored, open_checkpoint, restore
+from flax_rpsave.restore import Fit
 from flax_rpsave.saver import Saver
-from flax_rpsave.store import Directory, explained, new_context, open_directory
+from flax_rpsave.store import new_context
+from flax_rpsave.stored import Stored, open_checkpoint
 from flax_rpsave.writer import SaveStats, forget
 
 logger = logging.getLogger("flax_rpsave")
@@ -73,15 +75,15 @@ class CheckpointCallback:
         self._seen: int | None = None  # the step of the last call, or the one resumed from
         self._saved: int | None = None  # committed or in flight by this run
         self._resumed = False
+        self._existing: set[int] = set()  # committed by others before this run, as of its beginning
         self._closed = False
         self._should_stop = False
-        self._watch = PreemptionWatch(())
+        self._watch = PreemptionWatch(None)
         if not self.config.enabled:
             return
-        if jax.process_count() > 1:
-            raise ConfigError("this version saves from one process; jax.distributed has started several")
-        self._root = open_directory(self.config.directory)
-        self._saver = Saver(self.config, self._root, on_commit)
+        context = new_context()
+        self._root = open_directory(self.config.directory, context)
+        self._saver = Saver(self.config, self._root, context, on_commit)
         _check_writable(self._root, self._saver.nonce)
         if self.config.save_on_preemption:
             self._watch = PreemptionWatch(self.config.preemption_signals)
@@ -145,7 +147,7 @@ class CheckpointCallback:
                 f"step {step} lies before step {previous}, of the last call: steps must not go backwards"
             )
         interval = self.config.save_interval_steps
-        preempted = self._watch.received is not None and not self._should_stop
+        preempted = self._watch.poll() and not self._should_stop
         if not (step // interval > previous // interval or force or preempted):
             self._seen = step
             return False
@@ -157,7 +159,7 @@ class CheckpointCallback:
         self._save(step, state, begun, metrics, extra)
         self._seen = step  # not where that raised: the boundary is then still to be crossed, by the next call
         if preempted:
-            logger.warning("%s received: step %d is being saved, should_stop is set", self._watch.received, step)
+            logger.warning("preempted (%s): step %d is being saved, should_stop is set", self._watch.reason, step)
             self._should_stop = True
         return True
 
@@ -194,7 +196,7 @@ class CheckpointCallback:
         if not self.config.enabled:
             return (_initial(state, init), 0)
         self.wait()
-        steps = commit.committed_steps(self._root)
+        steps = self._steps_of_process_0()
         self._check_resume_allowed(steps)
         if step is not None:
             found = self._resume_exactly(_as_step(step), steps, state, init, skip, rewind)
@@ -205,6 +207,7 @@ class CheckpointCallback:
         else:
             found = (_initial(state, init), 0)
         self._resumed = True
+        self._existing = {s for s in steps if s <= found[1]} if step is not None else set(steps)
         self._seen = found[1]
         self._saved = found[1] if steps else None
         self._saver.compile_ahead(found[0])
@@ -257,7 +260,7 @@ class CheckpointCallback:
         self._report_error(step)
         final = self._root / str(step)
         damaged = step in self._saver.writer.damaged
-        if final.exists() and not damaged:
+        if step in self._existing and not damaged:
             raise StepOrderError(f"step {step} exists in {self._root} already and is not overwritten")
         self._saver.save(
             state,
@@ -265,12 +268,11 @@ class CheckpointCallback:
             begun=begun + waited,
             waited_secs=waited,
             final=final,
-            temporary=self._saver.temporary(self._root, step),
             item=self.config.item or "default",
             data_state=_encode_data_state(self._data),
             metrics=_taken(metrics or {}),
             extra=_checked_json(extra),
-            replaces=final if damaged and final.exists() else None,
+            replaces=final if damaged else None,
         )
         self._saved = step
         logger.debug("step %d: snapshot taken in %.1f ms", step, (time.perf_counter() - begun - waited) * 1e3)
@@ -298,12 +300,19 @@ class CheckpointCallback:
     def _check_fresh_start(self, step: int) -> None:
         steps = commit.committed_steps(self._root)
         self._check_resume_allowed(steps)
-        ahead = [s for s in steps if s >= step]
+        self._existing = set(steps)
+        ahead = [s for s in self._existing if s >= step]
         if ahead:
             raise StepOrderError(
                 f"{self._root} has steps up to {max(ahead)}, and this run, which did not resume, is at step "
                 f"{step}: its steps would be lost among them. Call resume(), or set another directory."
             )
+
+    def _steps_of_process_0(self) -> dict[int, str]:
+        """The committed steps, as process 0 sees them: all processes then try the same ones."""
+        steps = commit.committed_steps(self._root)
+        shared = self._saver.group.channel("listing the steps").share(list(steps.items()))[0]
+        return {int(step): str(name) for step, name in shared}
 
     def _resume_exactly(
         self, step: int, steps: Mapping[int, str], state: Any, init: Any, skip: Sequence[str], rewind: bool
@@ -317,9 +326,10 @@ class CheckpointCallback:
                 "Pass rewind=True to move them aside."
             )
         found = self._restore(self._root / steps[step], state, init, skip)
-        for later in sorted(newer, reverse=True):
-            moved = commit.move_aside(self._root / steps[later], "abandoned", self._saver.nonce)
-            logger.warning("step %d is moved aside to %s", later, moved)
+        with self._saver.group.channel("moving newer steps aside").agreed():
+            for later in sorted(newer, reverse=True) if self._saver.group.decides else ():
+                moved = commit.move_aside(self._root / steps[later], "abandoned", self._saver.nonce)
+                logger.warning("step %d is moved aside to %s", later, moved)
         return found, step
 
     def _resume_newest(self, steps: Mapping[int, str], state: Any, init: Any, skip: Sequence[str]) -> tuple[Any, int]:
@@ -339,11 +349,15 @@ class CheckpointCallback:
         ) from first_error
 
     def _restore(self, directory: Directory, state: Any, init: Any, skip: Sequence[str]) -> Any:
-        # A context of its own: TensorStore caches by path, and a step's directory may be another one than last time.
-        stored = open_checkpoint(directory, self.config.item, new_context())
-        data_state = self._matching_data_state(stored)
-        leaves, structure = _filled(state, init, skip)
-        restored = restore(stored, leaves, structure, skip=skip)
+        group = self._saver.group
+        with group.channel(f"reading {directory}").agreed():
+            # A context of its own: TensorStore caches by path, where another checkpoint may have been before.
+            stored = open_checkpoint(directory, self.config.item, new_context())
+            data_state = self._matching_data_state(stored)
+            leaves, structure = _filled(state, init, skip)
+            fit = Fit(stored, leaves, structure, skip=skip)
+            fit.read_share(group.process, group.processes)
+        restored = fit.finish(group.process, group.processes)
         self.extra = stored.own.get("extra")
         if data_state is not None:
             self._data.set_state(data_state)
@@ -352,7 +366,15 @@ class CheckpointCallback:
     def _matching_data_state(self, stored: Stored) -> Any:
         if self._data is False:
             return None
-        text = stored.data_state(jax.process_index())
+        group = self._saver.group
+        saved_by = stored.own.get("processes", 1)
+        if self._data is not None and saved_by != group.processes and stored.data_state(0) is not None:
+            raise DataStateError(
+                f"{stored.directory} has the data-iterator states of {saved_by} processes, and this run has "
+                f"{group.processes}: they cannot be divided anew without repeating or losing data. Resume with "
+                f"{saved_by} processes, or pass data=False and position the data yourself."
+            )
+        text = stored.data_state(group.process)
         if text is None and self._data is not None:
             raise DataStateError(
                 f"{stored.directory} has no data-iterator state, so `data` would begin anew and repeat what the state "
@@ -388,7 +410,7 @@ def _check_writable(root: Directory, nonce: str) -> None:
         root.make()
         probe = f".rpsave-probe-{nonce}"
         root.write(probe, b"")
-        (root.path / probe).unlink()
+        root.remove(probe)
 
 
 def _initial(state: Any, init: Callable[[], Any] | None) -> Any:

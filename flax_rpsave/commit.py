@@ -1,8 +1,12 @@
 """How a step becomes visible: whole, or not at all.
 
-A save goes into `<step>.orbax-checkpoint-tmp-<nonce>/`, a name that stock readers ignore and stock clean-up removes.
-When every process has written its part, process 0 merges the databases, writes the documents, syncs files and
-directories, and renames the directory to `<step>/`. Until that rename the step does not exist.
+On a file system a save goes into `<step>.orbax-checkpoint-tmp-<nonce>/`, a name that stock readers ignore and stock
+clean-up removes. When every process has written its part, process 0 merges the databases, writes the documents, syncs
+files and directories, and renames the directory to `<step>/`. Until that rename the step does not exist.
+
+In an object store nothing can be renamed: a save goes into `<step>/`, which is a step from the moment that
+`commit_success.txt` is written, last of all. Until then a file says that it is being written, and by that what an
+interrupted save left is known from what others put there.
 """
 
 from __future__ import annotations
@@ -10,19 +14,22 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
 
 from flax_rpsave import documents
+from flax_rpsave.directory import Directory
 from flax_rpsave.errors import CorruptCheckpointError, SaveError
-from flax_rpsave.store import Directory, database, open_database
+from flax_rpsave.store import PRIVATE_PREFIX, database, open_database
 
 logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"\d+")
 _TMP = ".orbax-checkpoint-tmp"
+_LEFTOVER = re.compile(rf"\d+{re.escape(_TMP)}-(deleted-)?[0-9a-f]{{8}}")
+_WRITING = ".rpsave-writing"
 PROCESS_DATABASE = "ocdbt.process_"
 """Each process's own database in an item's directory; the merged one refers to its data files."""
 
@@ -30,28 +37,45 @@ PROCESS_DATABASE = "ocdbt.process_"
 def committed_steps(root: Directory) -> dict[int, str]:
     """Steps that are visible in a run's directory, and the names of their directories, ascending."""
     found = {int(name): name for name in root.children() if _STEP.fullmatch(name)}
-    return dict(sorted(found.items()))
+    return {step: name for step, name in sorted(found.items()) if is_committed(root / name)}
 
 
-def temporary(root: Directory, step: int | str, nonce: str) -> Directory:
+def is_committed(step: Directory) -> bool:
+    """Whether a directory named as a step is one: a rename made it, or it has its marker."""
+    return step.renames or documents.COMMIT in step.files()
+
+
+def prepare(final: Directory, nonce: str) -> Directory:
+    """The directory that a step is to be written to, empty."""
+    if final.renames:
+        return workplace(final, nonce)
+    if is_committed(final):
+        raise SaveError(f"{final} exists already and is not overwritten")
+    final.delete()  # what an interrupted save left of it
+    final.write(_WRITING, nonce.encode())
+    return final
+
+
+def workplace(final: Directory, nonce: str) -> Directory:
     """The directory that a step is written to."""
-    return root / f"{step}{_TMP}-{nonce}"
+    return final.parent / f"{final.name}{_TMP}-{nonce}" if final.renames else final
 
 
 def delete_leftovers(root: Directory, nonce: str) -> None:
-    """Removes what interrupted saves and deletions of earlier runs left. Its own run's directories stay."""
+    """Removes what interrupted saves and deletions of other runs of this package left."""
     for name in root.children():
-        if re.match(rf"\d+{_TMP}", name) and not name.endswith(f"-{nonce}"):
-            logger.info("removing %s, left by an interrupted save", root / name)
-            (root / name).delete()
+        place = root / name
+        if root.renames:
+            left = _LEFTOVER.fullmatch(name) and not name.endswith(f"-{nonce}")
+        else:
+            left = _STEP.fullmatch(name) and not is_committed(place) and _WRITING in place.files()
+        if left:
+            logger.info("removing %s, left by an interrupted save", place)
+            place.delete()
 
 
-def merge(item: Directory, expected: Iterable[str], processes: int, context: ts.Context) -> None:
-    """Makes one database of those of the processes, and checks that it has all that they reported.
-
-    Raises:
-      SaveError: A key is missing.
-    """
+def merge(item: Directory, processes: int, context: ts.Context) -> ts.KvStore:
+    """Makes one database of those of the processes. One that is not there is merged without a word: see `check`."""
     merged = open_database(database(item, True), context)
     transaction = ts.Transaction(atomic=True)
     target = merged.with_transaction(transaction)
@@ -59,31 +83,41 @@ def merge(item: Directory, expected: Iterable[str], processes: int, context: ts.
         source = open_database(database(item / f"{PROCESS_DATABASE}{process}", True), context)
         source.experimental_copy_range_to(target).result()
     transaction.commit_sync()
-    check_keys(merged, expected)
+    return merged
 
 
-def check_keys(store: ts.KvStore, expected: Iterable[str]) -> None:
-    """Checks that keys are there.
+def check(store: ts.KvStore, index_digests: Sequence[str]) -> None:
+    """Checks that a database has all that the processes wrote.
+
+    Args:
+      store: The database.
+      index_digests: For each process the digest of its index, as it reported it.
 
     Raises:
-      SaveError: One is missing.
+      SaveError: An index or a chunk in it is missing.
     """
     there = set(store.list().result())
-    missing = sorted(key for key in expected if key.encode() not in there)
-    if missing:
-        raise SaveError(
-            f"{len(missing)} of the reported chunks are not in {store.url}, the first is {missing[0]!r}: "
-            "is the directory shared by all processes?"
-        )
+    for process, expected in enumerate(index_digests):
+        key = f"{PRIVATE_PREFIX}process_{process}/index"
+        index = store.read(key).result()
+        if index.state != "value" or documents.digest(index.value) != expected:
+            raise SaveError(
+                f"what process {process} wrote is not in {store.url}: is the directory shared by all processes?"
+            )
+        missing = [k for k in documents.parse_index(index.value, key) if k.encode() not in there]
+        if missing:
+            raise SaveError(
+                f"{len(missing)} chunks of process {process} are not in {store.url}, such as {missing[0]!r}"
+            )
 
 
 def publish(step: Directory, item: Directory, final: Directory, files: Mapping[str, bytes]) -> None:
     """Writes the documents and makes the step visible.
 
     Args:
-      step: The temporary directory.
+      step: The directory that it was written to.
       item: The item's directory in it; may be the same.
-      final: The step's directory; must not exist.
+      final: The step's directory, which must not exist; or `step` itself, where nothing can be renamed.
       files: Documents by their path in `step`.
     """
     for name, data in files.items():
@@ -91,9 +125,11 @@ def publish(step: Directory, item: Directory, final: Directory, files: Mapping[s
     if item != step:
         item.write(documents.COMMIT, documents.build_commit({}))
     step.write(documents.COMMIT, documents.build_commit(files))
+    if not step.renames:
+        step.remove(_WRITING)
+        return
     for directory in dict.fromkeys([item / documents.ARRAY_METADATAS, item, step]):
-        if directory.exists():
-            directory.sync()
+        directory.sync()
     step.move_to(final)
 
 
@@ -103,14 +139,21 @@ def move_aside(step: Directory, why: str, nonce: str) -> Directory:
     taken = step.parent.children()
     names = itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2)))
     target = step.parent / next(name for name in names if name not in taken)
+    if not step.renames:
+        step.remove(documents.COMMIT)  # no step any more, before its objects go one by one
     step.move_to(target)
     return target
 
 
 def delete_step(root: Directory, name: str, nonce: str) -> None:
     """Deletes a step: it stops being one at once, its files go after that."""
-    doomed = temporary(root, name, f"deleted-{nonce}")
-    (root / name).move_to(doomed)
+    if root.renames:
+        doomed = workplace(root / name, f"deleted-{nonce}")
+        (root / name).move_to(doomed)
+    else:
+        doomed = root / name
+        doomed.write(_WRITING, nonce.encode())  # should the deletion be interrupted, it is known what this is
+        doomed.remove(documents.COMMIT)
     doomed.delete()
 
 

@@ -1,8 +1,7 @@
 """The `checkpoint:` section of a YAML file as frozen dataclasses.
 
 Whatever the way in (a file, a mapping, keyword arguments), each value passes the check that stands beside its field,
-and all that is wrong is reported in one `ConfigError`, by dotted key. Nothing here imports JAX: that makes it cheap to
-read a config.
+and all that is wrong is reported in one `ConfigError`, by dotted key.
 """
 
 import os

@@ -14,10 +14,11 @@ import numpy as np
 import tensorstore as ts
 
 from flax_rpsave.config import StorageConfig
+from flax_rpsave.directory import Directory
 from flax_rpsave.documents import array_digest, digest
 from flax_rpsave.planner import LeafPlan
 from flax_rpsave.snapshot import Piece
-from flax_rpsave.store import Directory, array_spec, chunk_key, database, document_key, open_database
+from flax_rpsave.store import array_spec, chunk_key, database, document_key, open_database
 
 
 @dataclass
@@ -41,7 +42,7 @@ class Engine(Protocol):
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """Digests of what was written so far, by key; of arrays without chunks from the beginning."""
+        """Digests of the chunks written so far, by key."""
 
     def write(self, pieces: Iterable[Piece]) -> None:
         """Writes a batch; it is durable on return, and no piece is referred to any more."""
@@ -57,8 +58,7 @@ class TensorStoreEngine:
       directory: Where the database lies.
       names: Names of the leaves.
       plans: Their plans.
-      describe_all: Whether to write the array documents of leaves of which this process has no chunk (one process
-        must, for leaves without elements).
+      describe: Whether to write the arrays' documents, of all leaves: one process does.
       storage: The `storage:` block.
       context: Shared by the run.
     """
@@ -70,7 +70,7 @@ class TensorStoreEngine:
         directory: Directory,
         names: Sequence[str],
         plans: Sequence[LeafPlan],
-        describe_all: bool,
+        describe: bool,
         storage: StorageConfig,
         context: ts.Context,
     ):
@@ -80,7 +80,8 @@ class TensorStoreEngine:
         self._storage = storage
         self._context = context
         self._written = Written()
-        self._undescribed = set(range(len(names))) if describe_all else set()
+        self._describe = describe
+        self._undescribed = set(range(len(names))) if describe else set()
         for leaf in self._undescribed:
             self._digest_document(leaf)
 
@@ -120,7 +121,7 @@ class TensorStoreEngine:
         return self._written
 
     def _create(self, leaf: int, transaction: ts.Transaction) -> Any:
-        """Opens a leaf's array, writing its document where this engine has not yet."""
+        """Opens a leaf's array for writing; the first time its document is written, if this process writes them."""
         plan = self._plans[leaf]
         layout = plan.layout
         spec = array_spec(
@@ -128,7 +129,14 @@ class TensorStoreEngine:
         )
         self._undescribed.discard(leaf)
         self._digest_document(leaf)
-        return ts.open(spec, create=True, open=True, context=self._context, transaction=transaction).result()
+        return ts.open(
+            spec,
+            open=True,
+            create=self._describe,
+            assume_metadata=not self._describe,
+            context=self._context,
+            transaction=transaction,
+        ).result()
 
     def _digest_document(self, leaf: int) -> None:
         plan = self._plans[leaf]

@@ -17,6 +17,7 @@ replica gets the same bytes; what is left of a sequence goes to the least loaded
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +34,9 @@ from flax_rpsave.errors import UnsupportedLeafError
 _GOOD_BALANCE = (0.99, 0.95)  # mean ÷ largest slice; the first axis that reaches the first of these is taken
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class MeshLayout:
-    """A mesh as planning sees it: named axes over numbered devices. `of` gives one object for equal meshes.
+    """A mesh as planning sees it: named axes over numbered devices.
 
     Attributes:
       axes: (name, size) of each axis.
@@ -57,6 +58,13 @@ class MeshLayout:
             return cls(axes, ids, ids)
         devices = mesh.devices.ravel().tolist()
         return cls(axes, tuple(d.id for d in devices), tuple(d.process_index for d in devices))
+
+    def __hash__(self) -> int:
+        return self._hash  # of thousands of devices: taken once
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.device_ids, self.processes))
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -194,6 +202,18 @@ class SavePlan:
         """Bytes of the state."""
         return sum(leaf.layout.nbytes for leaf in self.leaves)
 
+    def fingerprint(self) -> str:
+        """A digest of the plan: equal in all processes that see the same state."""
+        seen = hashlib.sha256()
+        for leaf in self.leaves:
+            layout = leaf.layout
+            mesh = layout.mesh and (layout.mesh.axes, layout.mesh.device_ids)
+            seen.update(
+                repr((layout.name, layout.shape, layout.dtype.name, layout.spec, leaf.chunk_shape, mesh)).encode()
+            )
+            seen.update(leaf.owners.tobytes())
+        return seen.hexdigest()
+
     @property
     def device_balance(self) -> float:
         """Largest ÷ mean bytes over the devices; 1.0 is perfect."""
@@ -248,7 +268,12 @@ def plan_leaves(layouts: Sequence[LeafLayout], options: ReplicaParallelConfig) -
     def slice_nbytes(i: int) -> int:
         return math.prod(cuts[i][1]) * layouts[i].dtype.itemsize
 
-    for members in sorted(groups.values(), key=lambda m: (-slice_nbytes(m[0]), layouts[m[0]].name)):
+    def turn(members: list[int]) -> Any:
+        """What leaves no choice goes first, then the largest slices."""
+        i = members[0]
+        return math.prod(cuts[i][0]) * len(members) % layouts[i].replicas != 0, -slice_nbytes(i), layouts[i].name
+
+    for members in sorted(groups.values(), key=turn):
         layout, slices = layouts[members[0]], math.prod(cuts[members[0]][0])
         if options.enable:
             dealt = loads.deal(layout, slices * len(members), slice_nbytes(members[0]))
@@ -279,6 +304,8 @@ def layout_of(name: str, value: Any) -> LeafLayout:
         return LeafLayout(name, shape, dtype, None, ((),) * len(shape), (0, 0), order)
     if isinstance(sharding, SingleDeviceSharding):
         device: Any = next(iter(sharding.device_set))
+        if jax.process_count() > 1:  # each process has its own: process 0 saves it, like a host value
+            return LeafLayout(name, shape, dtype, None, ((),) * len(shape), None, order)
         return LeafLayout(name, shape, dtype, None, ((),) * len(shape), (device.id, device.process_index), order)
     named = as_named_sharding(sharding, shape)
     if getattr(named.spec, "unreduced", None):
@@ -312,17 +339,15 @@ class _Loads:
     """Bytes dealt out so far, by device."""
 
     def __init__(self, layouts: Sequence[LeafLayout]):
-        process_of: dict[int, int] = {}
-        for layout in layouts:
-            if layout.mesh is not None:
-                process_of.update(zip(layout.mesh.device_ids, layout.mesh.processes, strict=True))
-            elif layout.device is not None:
-                process_of[layout.device[0]] = layout.device[1]
+        process_of = dict(layout.device for layout in layouts if layout.device is not None)
+        for mesh in {layout.mesh for layout in layouts if layout.mesh is not None}:
+            process_of.update(zip(mesh.device_ids, mesh.processes, strict=True))
         self._ids = sorted(process_of)
         self._at = {device: i for i, device in enumerate(self._ids)}
-        processes = sorted({*process_of.values()} or {0})
-        self._processes = processes
-        self._process_at = np.array([processes.index(process_of[i]) for i in self._ids], np.int64)
+        hosts_values = any(layout.mesh is None and layout.device is None for layout in layouts)
+        self._processes = sorted({*process_of.values(), *([0] if hosts_values or not process_of else [])})
+        process_at = {process: i for i, process in enumerate(self._processes)}
+        self._process_at = np.array([process_at[process_of[i]] for i in self._ids], np.int64)
         self._bytes = np.zeros(len(self._ids), np.int64)
         self._host_bytes = 0
         self._places: dict[Any, np.ndarray] = {}
@@ -353,11 +378,13 @@ class _Loads:
 
     def totals(self) -> tuple[dict[int, int], dict[int, int]]:
         """Bytes by device id and by process."""
-        by_process = np.bincount(self._process_at, self._bytes, len(self._processes)).astype(int).tolist()
-        process_bytes = dict(zip(self._processes, by_process, strict=True))
-        if self._host_bytes:
-            process_bytes[0] = process_bytes.get(0, 0) + self._host_bytes
+        process_bytes = dict(zip(self._processes, self._by_process().tolist(), strict=True))
         return dict(zip(self._ids, self._bytes.tolist(), strict=True)), process_bytes
+
+    def _by_process(self) -> np.ndarray:
+        by_process = np.bincount(self._process_at, self._bytes, len(self._processes)).astype(np.int64)
+        by_process[0] += self._host_bytes  # where there are any, process 0 is the first
+        return by_process
 
     def _places_of(self, layout: LeafLayout) -> np.ndarray:
         """Positions in the load table, shape (replicas, shards)."""
@@ -371,9 +398,8 @@ class _Loads:
     def _least_loaded(self, places: np.ndarray) -> np.ndarray:
         """Replicas in the order in which they should get one more slice of every shard."""
         device_load = self._bytes[places].sum(axis=1)
-        by_process = np.bincount(self._process_at, self._bytes, len(self._processes))
         processes = self._process_at[places]
-        process_load = by_process[processes].sum(axis=1)
+        process_load = self._by_process()[processes].sum(axis=1)
         # The n-th best replica of each process comes before the (n+1)-th best of any.
         order = np.lexsort((device_load, process_load, processes[:, 0]))
         first = np.r_[True, processes[order, 0][1:] != processes[order, 0][:-1]]
@@ -393,7 +419,7 @@ def _cut(layout: LeafLayout, options: ReplicaParallelConfig) -> tuple[tuple[int,
     w = min(layout.replicas, options.max_replicas or layout.replicas, max(1, nbytes // max(1, options.min_slice_bytes)))
     if not options.enable or w == 1:
         return ones, shard
-    return _best_cut(shard, tuple(bool(axes) for axes in layout.spec), layout.major_to_minor, w)
+    return _best_cut(shard, tuple(n > 1 for n in layout.shards), layout.major_to_minor, w)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -1,12 +1,17 @@
-"""Whether this process was told that it will be stopped soon.
+"""Whether this run was told that it will be stopped soon.
 
-A signal handler only notes the signal: the loop saves at its next call. A handler that stood there before is called
-too, and is put back by `close`; where it cannot be (another watch was made after this one and still stands, or `close`
-runs in another thread), this one stays and passes signals on.
+Alone, a process installs handlers that only note the signal; a handler that stood there before is called too, and
+is put back by `close`. Where it cannot be (another watch was made after this one and still stands, or `close` runs in
+another thread), this one stays and passes signals on.
+
+Where `jax.distributed` runs, its preemption service catches SIGTERM in whichever process gets it, and agrees on a call
+that all processes have yet to reach: there it is polled at every call, by the number of the call (it compares for
+equality, so step numbers that skip would miss it), and no handler is installed, which would disable the service.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -14,27 +19,41 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from jax.experimental import multihost_utils
+
+from flax_rpsave import _compat
+
 logger = logging.getLogger("flax_rpsave")
 
 
 class PreemptionWatch:
-    """Watches for signals.
+    """Watches for the announcement of a preemption.
 
     Args:
-      signals: Names such as "SIGTERM"; none watches for nothing. Python installs handlers in the main thread only;
-        elsewhere this is logged and nothing is watched.
+      signals: Names such as "SIGTERM", for a process alone; None watches for nothing. Python installs handlers in the
+        main thread only; elsewhere this is logged and nothing is watched.
     """
 
-    def __init__(self, signals: Sequence[str]):
-        self.received: str | None = None
+    def __init__(self, signals: Sequence[str] | None):
+        self.reason: str | None = None
         self._before: dict[int, Any] = {}
         self._closed = False
-        if signals and threading.current_thread() is not threading.main_thread():
+        self._calls = itertools.count(1)
+        self._service = signals is not None and _compat.coordination_client() is not None
+        if not signals or self._service:
+            return
+        if threading.current_thread() is not threading.main_thread():
             logger.warning("preemption signals are not watched: the callback was not made in the main thread")
             return
         for name in signals:
             number = signal.Signals[name]
             self._before[number] = signal.signal(number, self._note)
+
+    def poll(self) -> bool:
+        """Whether the run is being preempted; call it once a step, in every process."""
+        if self._service and multihost_utils.reached_preemption_sync_point(next(self._calls)):
+            self.reason = "the preemption service"
+        return self.reason is not None
 
     def close(self) -> None:
         """Puts the handlers back that were there before."""
@@ -46,7 +65,7 @@ class PreemptionWatch:
     def _note(self, number: int, frame: Any) -> None:
         before = self._before.get(number)
         if not self._closed:
-            self.received = signal.Signals(number).name
+            self.reason = signal.Signals(number).name
         elif before in (signal.SIG_DFL, None):  # nobody watches any more: the program ends, as it would without us
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

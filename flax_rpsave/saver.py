@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import secrets
 import threading
@@ -9,14 +10,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import tensorstore as ts
+from jax.sharding import NamedSharding
 
-from flax_rpsave import commit
+from flax_rpsave.agreement import Group
 from flax_rpsave.config import CheckpointConfig
-from flax_rpsave.errors import SaveError
+from flax_rpsave.directory import Directory
+from flax_rpsave.errors import ConfigError, SaveError
 from flax_rpsave.leaves import Leaf, flatten
 from flax_rpsave.planner import layout_of, plan_leaves
 from flax_rpsave.snapshot import Snapshotter
-from flax_rpsave.store import Directory
 from flax_rpsave.writer import SaveRequest, SaveStats, Writer
 
 logger = logging.getLogger("flax_rpsave")
@@ -28,6 +31,7 @@ class Saver:
     Args:
       config: The configuration.
       root: The run's directory, in which retention deletes; None for a save without a run.
+      context: TensorStore resources of the run.
       on_commit: Called with each commit's stats, in the background.
     """
 
@@ -35,19 +39,19 @@ class Saver:
         self,
         config: CheckpointConfig,
         root: Directory | None,
+        context: ts.Context,
         on_commit: Callable[[SaveStats], None] | None = None,
     ):
+        if config.replica_parallel.check_divergence is not None:
+            raise ConfigError(
+                "checkpoint.replica_parallel.check_divergence: comparing replicas is not in this version yet"
+            )
         self.config = config
         self.nonce = secrets.token_hex(4)
-        self.writer = Writer(root, on_commit)
-        self._saves = 0
+        self.group = Group(config.commit_timeout_secs)
+        self.writer = Writer(root, self.group, context, on_commit)
         self._signature: Any = None
         self._snapshotter: Snapshotter | None = None
-
-    def temporary(self, root: Directory, name: int | str) -> Directory:
-        """Where a checkpoint of this name is written to: a new path each time, since TensorStore caches by path."""
-        self._saves += 1
-        return commit.temporary(root, name, f"{self._saves}-{self.nonce}")
 
     def save(
         self,
@@ -57,7 +61,6 @@ class Saver:
         begun: float,
         waited_secs: float,
         final: Directory,
-        temporary: Directory,
         item: str | None,
         data_state: bytes | None = None,
         metrics: Mapping[str, Any] | None = None,
@@ -78,12 +81,11 @@ class Saver:
             SaveRequest(
                 step=step,
                 final=final,
-                temporary=temporary,
                 item=item,
                 leaves=[leaf.without_values() for leaf in leaves],
                 plan=snapshotter.plan,
                 config=self.config,
-                nonce=self.nonce,
+                nonce=secrets.token_hex(4),  # a new path for each save: TensorStore caches by path
                 data_state=data_state,
                 metrics=metrics or {},
                 extra=extra,
@@ -113,7 +115,13 @@ class Saver:
     def _snapshotter_for(self, leaves: list[Leaf]) -> Snapshotter:
         arrays = [leaf for leaf in leaves if leaf.is_array]
         signature = [
-            (leaf.name, leaf.kind, leaf.value.shape, leaf.value.dtype, getattr(leaf.value, "sharding", None))
+            (
+                leaf.name,
+                leaf.kind,
+                leaf.value.shape,
+                leaf.value.dtype,
+                _canonical(getattr(leaf.value, "sharding", None)),
+            )
             for leaf in arrays
         ]
         if self._snapshotter is None or signature != self._signature:
@@ -130,6 +138,17 @@ class Saver:
                     budget, plan.process_bytes.get(jax.process_index(), 0) / 1e9, self._snapshotter.groups,
                 )  # fmt: skip
         return self._snapshotter
+
+
+@functools.lru_cache(maxsize=4096)
+def _canonical(sharding: jax.sharding.Sharding | None) -> Any:
+    """Equal for shardings that mean the same: jitted functions return P() and P(None) as it comes."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    parts = [part if part != () else None for part in sharding.spec]
+    while parts and parts[-1] is None:
+        parts.pop()
+    return sharding.mesh, tuple(parts), sharding.memory_kind
 
 
 def _compile(snapshotter: Snapshotter) -> None:

@@ -1,24 +1,16 @@
-"""Where checkpoints lie: directories of documents, and TensorStore specs for the arrays in them.
-
-`Directory` is all that the stages above know of a storage system. A directory on a file system becomes visible by
-rename and is durable once it and its parent are synced.
-"""
+"""How arrays lie in a directory: TensorStore specs of databases and arrays, and the resources of a run."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
 from flax_rpsave.config import StorageConfig
-from flax_rpsave.errors import ConfigError, RPSaveError
+from flax_rpsave.directory import Directory
 
 OCDBT_MANIFEST = "manifest.ocdbt"
 PRIVATE_PREFIX = ".rpsave/"
@@ -32,116 +24,21 @@ _CODECS: Mapping[str | None, list[dict[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Directory:
-    """A directory on a file system.
-
-    Attributes:
-      path: Absolute.
-    """
-
-    path: Path
-
-    def __truediv__(self, name: str) -> Directory:
-        return Directory(self.path / name)
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-    @property
-    def name(self) -> str:
-        """The last part of the path."""
-        return self.path.name
-
-    @property
-    def parent(self) -> Directory:
-        """The directory that has this one."""
-        return Directory(self.path.parent)
-
-    def exists(self) -> bool:
-        """Whether there is such a directory."""
-        return self.path.is_dir()
-
-    def make(self) -> None:
-        """Makes it and its parents, where they are not there yet."""
-        self.path.mkdir(parents=True, exist_ok=True)
-
-    def children(self) -> list[str]:
-        """Names of the directories in it, sorted; none where it does not exist."""
-        try:
-            with os.scandir(self.path) as entries:
-                return sorted(entry.name for entry in entries if entry.is_dir())
-        except FileNotFoundError:
-            return []
-
-    def files(self) -> list[str]:
-        """Names of the files in it, sorted; none where it does not exist."""
-        try:
-            with os.scandir(self.path) as entries:
-                return sorted(entry.name for entry in entries if entry.is_file())
-        except FileNotFoundError:
-            return []
-
-    def read(self, name: str) -> bytes | None:
-        """A file's bytes, or None where there is none."""
-        try:
-            return (self.path / name).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    def write(self, name: str, data: bytes) -> None:
-        """Writes a file and syncs it; the directory is synced by `sync`."""
-        path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def sync(self) -> None:
-        """Makes the names in it durable."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def move_to(self, other: Directory) -> None:
-        """Gives it another name, at once and durably.
-
-        Raises:
-          FileExistsError: There is something of that name.
-        """
-        if os.path.lexists(other.path):
-            raise FileExistsError(f"{other} exists")
-        os.rename(self.path, other.path)
-        other.parent.sync()
-
-    def delete(self) -> None:
-        """Removes it and all in it; files that go away by themselves meanwhile do no harm."""
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.path)
-
-    def kvstore(self) -> dict[str, Any]:
-        """The TensorStore spec of its files."""
-        return {"driver": "file", "path": f"{self.path}/"}
-
-
-def open_directory(url: str | os.PathLike[str]) -> Directory:
-    """The directory that a path names.
-
-    Raises:
-      ConfigError: The scheme is not one that can be written.
-    """
-    text = os.fspath(url)
-    if "://" in text:
-        raise ConfigError(f"directory {text!r}: only paths of file systems can be written by this version")
-    return Directory(Path(os.path.abspath(os.path.expanduser(text))))
-
-
 def new_context() -> ts.Context:
-    """Resources that everything of one run shares: one cache, so that a process writes one database, not hundreds."""
-    return ts.Context({"cache_pool": {"total_bytes_limit": 100_000_000}, "file_io_concurrency": {"limit": 32}})
+    """Resources that everything of one run shares: one cache, so that a process writes one database, not hundreds.
+
+    Requests to object stores are tried again for about a minute; TensorStore's own default is a quarter of an hour.
+    """
+    retries = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "10s"}
+    spec = {
+        "cache_pool": {"total_bytes_limit": 100_000_000},
+        "file_io_concurrency": {"limit": 32},
+        "s3_request_retries": retries,
+        "gcs_request_retries": retries,
+    }
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        spec["aws_credentials"] = {"type": "environment"}  # else TensorStore looks for an instance's metadata service
+    return ts.Context(spec)
 
 
 def database(directory: Directory, use_ocdbt: bool) -> dict[str, Any]:
@@ -204,19 +101,3 @@ def within(kvstore: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The spec of the part of a key-value store whose keys begin with `name/`."""
     prefix = f"{name}/" if name else ""
     return {**kvstore, "path": kvstore.get("path", "") + prefix}
-
-
-@contextlib.contextmanager
-def explained(doing: str, error: type[RPSaveError]) -> Iterator[None]:
-    """Turns an error of the operating system or of TensorStore into `error`, with what was being done."""
-    try:
-        yield
-    except RPSaveError:
-        raise
-    except (OSError, ValueError, RuntimeError, NotImplementedError) as cause:
-        raise error(f"{doing}: {brief(cause)}") from cause
-
-
-def brief(error: BaseException) -> str:
-    """An error's message without the spec that TensorStore appends to it."""
-    return str(error).partition(" [tensorstore_spec=")[0]

@@ -32,14 +32,16 @@ import numpy as np
 import tensorstore as ts
 
 from flax_rpsave import commit, documents
+from flax_rpsave.agreement import Group
 from flax_rpsave.config import CheckpointConfig
+from flax_rpsave.directory import Directory, explained
 from flax_rpsave.engine import TensorStoreEngine, Written
 from flax_rpsave.errors import SaveError
 from flax_rpsave.leaves import Leaf
 from flax_rpsave.planner import SavePlan
 from flax_rpsave.retention import steps_to_delete
 from flax_rpsave.snapshot import Snapshot
-from flax_rpsave.store import PRIVATE_PREFIX, Directory, database, explained, new_context, open_database
+from flax_rpsave.store import PRIVATE_PREFIX, database, open_database
 
 logger = logging.getLogger("flax_rpsave")
 
@@ -78,8 +80,7 @@ class SaveRequest:
     """All that the background needs to save one step.
 
     Attributes:
-      final: The step's directory, which does not exist yet.
-      temporary: Where it is made.
+      final: The step's directory, which does not exist yet; it is made beside it under a temporary name.
       item: The item's name within it, or None where the step's directory is the item.
       leaves: The state's leaves, without their values.
       replaces: A damaged step of the same name, to be moved aside first.
@@ -87,7 +88,6 @@ class SaveRequest:
 
     step: int
     final: Directory
-    temporary: Directory
     item: str | None
     leaves: Sequence[Leaf]
     plan: SavePlan
@@ -105,9 +105,12 @@ class SaveRequest:
 class SaveRun:
     """One save: the request, and the hand-over of its snapshots between the two threads."""
 
-    def __init__(self, request: SaveRequest, context: ts.Context):
+    def __init__(self, request: SaveRequest, group: Group, context: ts.Context):
         self.request = request
+        self._group = group
+        self._channel = group.channel(f"step {request.step}")
         self._context = context
+        self._temporary: Directory | None = None
         self._snapshots: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._written = threading.Semaphore(0)
         self._call_ended = threading.Event()
@@ -137,23 +140,43 @@ class SaveRun:
         try:
             with explained(f"step {request.step} was not saved to {request.final}", SaveError):
                 return self._execute()
-        except BaseException:
+        except BaseException as error:
             self.failed = True
-            with contextlib.suppress(OSError):
-                request.temporary.delete()
+            self._give_up(error)
             raise
         finally:
             self._written.release()
 
+    def _give_up(self, error: BaseException) -> None:
+        """Tells the others, and removes what was written."""
+        try:
+            if self._group.decides:
+                self._channel.decide(failure=str(error))
+            else:
+                self._channel.report(None, failure=str(error))
+        except jax.errors.JaxRuntimeError as unheard:
+            logger.warning("step %d: the other processes could not be told: %s", self.request.step, unheard)
+        if self._group.decides and self._temporary is not None:
+            with contextlib.suppress(OSError):  # whatever stays is removed by the next run
+                self._temporary.delete()
+
     def _execute(self) -> SaveStats:
         request = self.request
-        item = request.temporary / request.item if request.item is not None else request.temporary
+        if self._group.decides:
+            if request.replaces is not None:
+                commit.move_aside(request.replaces, "damaged", request.nonce)
+            temporary = self._temporary = commit.prepare(request.final, request.nonce)
+            self._channel.open(request.nonce)
+        else:
+            temporary = commit.workplace(request.final, self._channel.opened())
+        item = temporary / request.item if request.item is not None else temporary
         item.make()
+        process = self._group.process
         engine = TensorStoreEngine(
-            item / f"{commit.PROCESS_DATABASE}0" if request.config.storage.use_ocdbt else item,
+            item / f"{commit.PROCESS_DATABASE}{process}" if request.config.storage.use_ocdbt else item,
             [leaf.name for leaf in request.leaves if leaf.is_array],
             request.plan.leaves,
-            describe_all=True,
+            describe=self._group.decides,
             storage=request.config.storage,
             context=self._context,
         )
@@ -166,10 +189,15 @@ class SaveRun:
             with jax.profiler.TraceAnnotation("rpsave:write"):
                 engine.write(snapshot.pieces())
             self._written.release()
-        written = self._finish(engine)
+        written, report = self._finish(engine)
         wrote = time.perf_counter()
         with jax.profiler.TraceAnnotation("rpsave:commit"):
-            self._commit(item, written)
+            self._channel.report(report)
+            if self._group.decides:
+                self._commit(temporary, item, self._channel.collect(report))
+                self._channel.decide()
+            else:
+                self._channel.hear()
         committed = time.perf_counter()
         self._call_ended.wait()
         total = committed - request.begun
@@ -192,21 +220,30 @@ class SaveRun:
         if self._aborted:
             raise SaveError(f"step {self.request.step} was given up: the call that took its snapshot failed")
 
-    def _finish(self, engine: TensorStoreEngine) -> Written:
+    def _finish(self, engine: TensorStoreEngine) -> tuple[Written, dict[str, str]]:
+        """Writes what is this process's beside the arrays; returns what was written, and the report of it."""
         request = self.request
-        digests = documents.build_index(engine.digests)
-        values = {f"{PRIVATE_PREFIX}process_0/index": digests}
+        index = documents.build_index(engine.digests)
+        prefix = f"{PRIVATE_PREFIX}process_{self._group.process}"
+        values = {f"{prefix}/index": index}
         if request.data_state is not None:
-            values[f"{PRIVATE_PREFIX}process_0/data"] = documents.seal(request.data_state)
-        return engine.finish(values)
+            values[f"{prefix}/data"] = documents.seal(request.data_state)
+        return engine.finish(values), {"index": documents.digest(index), "plan": request.plan.fingerprint()}
 
-    def _commit(self, item: Directory, written: Written) -> None:
+    def _commit(self, temporary: Directory, item: Directory, reports: Sequence[Mapping[str, Any]]) -> None:
         request = self.request
+        for process, report in enumerate(reports):
+            if report["plan"] != reports[0]["plan"]:
+                raise SaveError(
+                    f"process {process} has another state than process 0: its leaves, their shapes or their shardings "
+                    "differ. Leaves that several processes hold must lie on one mesh in all of them."
+                )
         use_ocdbt = request.config.storage.use_ocdbt
         if use_ocdbt:
-            commit.merge(item, written.digests, 1, self._context)
+            store = commit.merge(item, len(reports), self._context)
         else:
-            commit.check_keys(open_database(database(item, False), self._context), written.digests)
+            store = open_database(database(item, False), self._context)
+        commit.check(store, [report["index"] for report in reports])
         plans = {leaf.layout.name: leaf for leaf in request.plan.leaves}
         prefix = f"{request.item}/" if request.item is not None else ""
         files = {
@@ -216,15 +253,13 @@ class SaveRun:
             documents.CHECKPOINT: documents.build_checkpoint(
                 request.item,
                 _fetched(request.metrics),
-                {"step": request.step, "processes": 1, "extra": request.extra},
+                {"step": request.step, "processes": len(reports), "extra": request.extra},
                 request.begun_ns,
             ),
         }
         if (strings := documents.build_strings(request.leaves)) is not None:
             files[f"{prefix}{documents.STRINGS}"] = strings
-        if request.replaces is not None:
-            commit.move_aside(request.replaces, "damaged", request.nonce)
-        commit.publish(request.temporary, item, request.final, files)
+        commit.publish(temporary, item, request.final, files)
 
 
 class Writer:
@@ -232,11 +267,20 @@ class Writer:
 
     Args:
       root: The run's directory, where retention deletes; None for a save without one.
-      on_commit: Called with each commit's stats, in the background.
+      group: The processes that save together.
+      context: TensorStore resources of the run.
+      on_commit: Called with each commit's stats, in the background of process 0.
     """
 
-    def __init__(self, root: Directory | None, on_commit: Callable[[SaveStats], None] | None = None):
-        self.context = new_context()
+    def __init__(
+        self,
+        root: Directory | None,
+        group: Group,
+        context: ts.Context,
+        on_commit: Callable[[SaveStats], None] | None = None,
+    ):
+        self._group = group
+        self.context = context
         self.stats: SaveStats | None = None
         self.damaged: set[int] = set()
         self._cleaned = False
@@ -261,7 +305,7 @@ class Writer:
         """Begins a save; the one before must have ended."""
         assert not self.running
         self._logged = None
-        self._run = SaveRun(request, self.context)
+        self._run = SaveRun(request, self._group, self.context)
         thread = threading.Thread(target=self._work, args=(self._run,), name=f"rpsave-{request.step}")
         _fail_at_exit(self)
         try:
@@ -293,7 +337,7 @@ class Writer:
         self._logged = error
 
     def _work(self, run: SaveRun) -> None:
-        if self._root is not None and not self._cleaned:
+        if self._root is not None and self._group.decides and not self._cleaned:
             self._clean_leftovers(self._root, run.request)
         try:
             self.stats = run.execute()
@@ -301,15 +345,18 @@ class Writer:
             self._error = error
             logger.error("step %d was not saved: %s", run.request.step, error)
             return
-        stats = self.stats
-        self.damaged.discard(stats.step)  # saved again, and moved aside
+        self.damaged.discard(run.request.step)  # saved again, and moved aside
+        if self._group.decides:
+            self._after_commit(run.request, self.stats)
+
+    def _after_commit(self, request: SaveRequest, stats: SaveStats) -> None:
         logger.info(
             "step %d committed: %d leaves, %.1f MB in %.2f s (%.2f GB/s), the loop was blocked for %.1f ms",
             stats.step, stats.leaves, stats.bytes_written / 1e6, stats.total_secs,
             stats.bytes_written / 1e9 / stats.total_secs, stats.blocking_secs * 1e3,
         )  # fmt: skip
         if self._root is not None:
-            self._clean(self._root, run.request)
+            self._clean(self._root, request)
         if self._on_commit is not None:
             try:
                 self._on_commit(stats)

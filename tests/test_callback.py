@@ -652,7 +652,7 @@ def test_a_real_sigterm_saves_at_the_next_call_and_ends_the_loop_report_43(root)
     step = int(out)
     assert names(root) == [str(step)]
     np.testing.assert_array_equal(rps.load(root)["x"], np.arange(4.0) + step)
-    assert f"SIGTERM received: step {step} is being saved" in err
+    assert f"preempted (SIGTERM): step {step} is being saved" in err
 
 
 @pytest.fixture

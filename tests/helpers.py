@@ -1,0 +1,30 @@
+"""What several test files share."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+
+def bits(value):
+    """(dtype, shape, bytes) of an array or number, and the implementation's name of typed PRNG keys."""
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return (str(jax.random.key_impl(value)), *bits(jax.random.key_data(value)))
+    array = np.asarray(value)
+    return array.dtype.name, array.shape, np.ascontiguousarray(array).tobytes()
+
+
+def assert_same_tree(got, expected):
+    """Both have the same structure, and equal leaves: type of array or scalar, dtype, shape and every bit."""
+    expected_leaves, expected_tree = jax.tree_util.tree_flatten_with_path(expected)
+    got_leaves, got_tree = jax.tree_util.tree_flatten_with_path(got)
+    assert got_tree == expected_tree
+    for (path, one), (_, other) in zip(got_leaves, expected_leaves, strict=True):
+        where = jax.tree_util.keystr(path)
+        assert isinstance(one, jax.Array) == isinstance(other, jax.Array), (where, type(one), type(other))
+        assert type(one) is type(other) or isinstance(other, jax.Array), (where, type(one), type(other))
+        if isinstance(other, (str, bytes)):
+            assert one == other, where
+        else:
+            assert bits(one)[:-1] == bits(other)[:-1], where
+            assert bits(one)[-1] == bits(other)[-1], f"{where}: the bits differ"

@@ -1,0 +1,285 @@
+"""What one process does wrong, all hear of, in time; a step is complete or invisible."""
+
+import os
+import signal
+import time
+
+import pytest
+
+import flax_rpsave as rps
+from tests.processes import ended, run, started
+
+LOOP = """
+values = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+def make(step):
+    return {"w": put(values + step), "b": put(values[0] * step)}
+def directory():
+    return sys.argv[1]
+config = dict(directory=directory(), save_interval_steps=1, commit_timeout_secs=float(sys.argv[2]),
+              replica_parallel={"min_slice_bytes": 1})
+"""
+
+RESUME = (
+    LOOP
+    + """
+with rps.CheckpointCallback(config) as checkpoint:
+    state, step = checkpoint.resume(make(0))
+    if step:
+        assert (np.asarray(state["w"].addressable_data(0)) == values + step).all()
+    say(step)
+"""
+)
+
+
+def resumed_step(directory):
+    """The step that a new run of one process resumes, its values checked."""
+    return int(run(RESUME, 1, args=[str(directory), "20"])[0].said[0])
+
+
+def test_a_write_that_fails_in_one_process_is_raised_in_all_and_the_next_save_works(tmp_path):
+    script = (
+        LOOP
+        + """
+    from flax_rpsave.engine import TensorStoreEngine
+    write = TensorStoreEngine.write
+    def failing(self, pieces):
+        if process == 1 and "2.orbax" in str(self._database):
+            raise OSError(28, "No space left on device", "/ckpt/data")
+        write(self, pieces)
+    TensorStoreEngine.write = failing
+    with rps.CheckpointCallback(config) as checkpoint:
+        checkpoint(1, make(1))
+        checkpoint(2, make(2))
+        try:
+            checkpoint.wait()
+        except rps.SaveError as error:
+            say("failed:", error)
+        say(checkpoint.all_steps())
+        checkpoint(3, make(3))
+        checkpoint.wait()
+        say(checkpoint.all_steps())
+    """
+    )
+    results = run(script, 3, args=[str(tmp_path / "run"), "20"])
+    for number, result in enumerate(results):
+        assert result.said[0].startswith("failed:")
+        assert "No space left on device" in result.said[0]
+        assert number == 1 or "process 1" in result.said[0]
+        assert result.said[1:] == ["[1]", "[1, 3]"]
+    assert resumed_step(tmp_path / "run") == 3
+
+
+def test_a_process_that_is_late_is_named_and_the_next_save_works(tmp_path):
+    script = (
+        LOOP
+        + """
+    from flax_rpsave.engine import TensorStoreEngine
+    write = TensorStoreEngine.write
+    def late(self, pieces):
+        if process == 1 and "2.orbax" in str(self._database):
+            while not os.path.exists(directory() + "/go"):
+                time.sleep(0.05)
+        write(self, pieces)
+    TensorStoreEngine.write = late
+    with rps.CheckpointCallback(config) as checkpoint:
+        checkpoint(1, make(1))
+        checkpoint(2, make(2))
+        if process == 0:
+            try:
+                checkpoint.wait()
+            except rps.CommitTimeoutError as error:
+                say("failed:", error)
+            open(directory() + "/go", "w").close()
+        else:
+            try:
+                checkpoint.wait()
+            except rps.SaveError as error:
+                say("failed:", error)
+        checkpoint(3, make(3))
+        checkpoint.wait()
+        say(checkpoint.all_steps())
+    """
+    )
+    results = run(script, 2, args=[str(tmp_path / "run"), "3"])
+    assert "process 1 did not report within 3 s" in results[0].said[0]
+    assert results[1].said[0].startswith("failed:")
+    assert [result.said[-1] for result in results] == ["[1, 3]"] * 2
+    assert resumed_step(tmp_path / "run") == 3
+
+
+@pytest.mark.parametrize("phase", ["snapshot", "write", "agreement"])
+def test_survivors_of_a_killed_worker_are_told_and_nothing_incomplete_is_visible(tmp_path, phase):
+    script = (
+        LOOP
+        + """
+    from flax_rpsave.agreement import Channel
+    from flax_rpsave.engine import TensorStoreEngine
+    from flax_rpsave.snapshot import Snapshotter
+    owner, name = {"snapshot": (Snapshotter, "take"), "write": (TensorStoreEngine, "write"),
+                   "agreement": (Channel, "report")}[sys.argv[3]]
+    real, calls = getattr(owner, name), []
+    def dying(*args):
+        calls.append(1)
+        if process == 1 and len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
+    setattr(owner, name, dying)
+    checkpoint = rps.CheckpointCallback(config)
+    checkpoint(1, make(1))
+    checkpoint.wait()
+    checkpoint(2, make(2))
+    try:
+        checkpoint.wait()
+    except rps.SaveError as error:
+        say("failed:", error)
+    say(checkpoint.all_steps())
+    os._exit(3)  # the runtime cannot shut down in order any more
+    """
+    )
+    with started(script, 3, args=[str(tmp_path / "run"), "4", phase]) as running:
+        results = ended(running)
+    assert [result.code for result in results] == [3, -signal.SIGKILL, 3]
+    for survivor in (results[0], results[2]):
+        assert "process 1 did not report within 4 s" in survivor.said[0]
+        assert survivor.said[1] == "[1]"
+    assert resumed_step(tmp_path / "run") == 1
+
+
+def test_the_run_after_the_death_of_process_0_resumes(tmp_path):
+    script = (
+        LOOP
+        + """
+    with rps.CheckpointCallback(config) as checkpoint:
+        step = 0
+        while True:
+            step += 1
+            checkpoint(step, make(step))
+            if step == 3:
+                checkpoint.wait()
+                say("three")
+    """
+    )
+    with started(script, 2, args=[str(tmp_path / "run"), "10"]) as running:
+        for line in running[0].stdout:
+            if "three" in line:
+                break
+        running[0].send_signal(signal.SIGKILL)
+        results = ended(running)
+    assert results[1].code != 0
+    assert resumed_step(tmp_path / "run") >= 3
+
+
+def test_a_directory_that_is_not_shared_is_named_as_the_reason(tmp_path):
+    script = (
+        LOOP
+        + """
+    with rps.CheckpointCallback({**config, "directory": f"{directory()}{process}"}) as checkpoint:
+        checkpoint(1, make(1))
+        try:
+            checkpoint.wait()
+        except rps.SaveError as error:
+            say(error)
+    """
+    )
+    for result in run(script, 2, args=[str(tmp_path / "run"), "20"]):
+        assert "process 1" in result.said[0]
+        assert "shared by all processes" in result.said[0]
+    assert rps.CheckpointCallback({"directory": str(tmp_path / "run0")}).all_steps() == []
+
+
+def test_processes_with_different_states_are_refused(tmp_path):
+    script = (
+        LOOP
+        + """
+    with rps.CheckpointCallback(config) as checkpoint:
+        checkpoint(1, {**make(1), f"only{process}": np.ones(3)})
+        try:
+            checkpoint.wait()
+        except rps.SaveError as error:
+            say(error)
+    """
+    )
+    for result in run(script, 2, args=[str(tmp_path / "run"), "20"]):
+        assert "another state" in result.said[0]
+
+
+def test_one_damaged_chunk_makes_all_processes_fall_back_to_the_step_before(tmp_path):
+    args = [str(tmp_path / "run"), "20"]
+    script = (
+        LOOP
+        + """
+    with rps.CheckpointCallback(config) as checkpoint:
+        for step in (1, 2):
+            checkpoint(step, make(step))
+    """
+    )
+    run(script, 2, args=args)
+    data = max((tmp_path / "run" / "2").glob("default/ocdbt.process_*/d/*"), key=lambda path: path.stat().st_size)
+    damaged = bytearray(data.read_bytes())
+    damaged[10] ^= 1
+    data.write_bytes(damaged)
+    assert [result.said for result in run(RESUME, 2, args=args)] == [["1"], ["1"]]
+
+
+def test_sigterm_in_one_process_saves_the_same_step_in_all_and_sets_should_stop(tmp_path):  # report 43
+    script = (
+        LOOP
+        + """
+    with rps.CheckpointCallback({**config, "save_interval_steps": 1000000}) as checkpoint:
+        step = 0
+        while not checkpoint.should_stop:
+            step += 3
+            checkpoint(step, make(step))
+            time.sleep(0.01)
+            if step == 30:
+                say("running")
+    say(step, checkpoint.all_steps())
+    """
+    )
+    with started(script, 3, args=[str(tmp_path / "run"), "20"]) as running:
+        for line in running[1].stdout:
+            if "running" in line:
+                break
+        os.kill(running[1].pid, signal.SIGTERM)
+        results = ended(running)
+    assert [result.code for result in results] == [0, 0, 0]
+    last = {result.said[-1] for result in results}
+    assert len(last) == 1
+    step = int(last.pop().split()[0])
+    assert rps.CheckpointCallback({"directory": str(tmp_path / "run")}).all_steps() == [step]
+
+
+def test_random_kills_of_a_two_process_loop_leave_only_complete_steps(tmp_path):
+    script = (
+        LOOP
+        + """
+    with rps.CheckpointCallback({**config, "max_to_keep": 3}) as checkpoint:
+        state, step = checkpoint.resume(make(0))
+        assert step == 0 or (np.asarray(state["w"].addressable_data(0)) == values + step).all()
+        say("resumed", step)
+        while True:
+            step += 1
+            checkpoint(step, make(step))
+            checkpoint.wait()
+            say("committed", step)
+    """
+    )
+    newest = 0
+    for kill in range(int(os.environ.get("RPSAVE_KILLS", "3"))):
+        with started(script, 2, args=[str(tmp_path / "run"), "10"]) as running:
+            for line in running[0].stdout:
+                if line.startswith("SAY resumed"):
+                    assert int(line.split()[2]) >= newest
+                if line.startswith("SAY committed"):
+                    newest = int(line.split()[2])
+                    break
+            time.sleep((kill * 37 % 100) / 400)
+            victim = kill % 2
+            running[victim].send_signal(signal.SIGKILL)
+            running[1 - victim].kill()
+            for popen in running:
+                popen.wait()
+            for line in running[0].stdout:
+                if line.startswith("SAY committed"):
+                    newest = int(line.split()[2])
+    assert resumed_step(tmp_path / "run") >= newest
