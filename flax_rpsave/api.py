@@ -120,7 +120,7 @@ def load(
         [entry.path for entry in entries],
         [entry.key_types for entry in entries],
         [
-            values[e.name] if e.is_array else stored.strings.get(e.name) if e.kind == "string" else _EMPTY.get(e.kind)
+            values[e.name] if e.is_array else stored.string(e) if e.kind == "string" else _EMPTY.get(e.kind)
             for e in entries
         ],
     )

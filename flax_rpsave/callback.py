@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+import numpy as np
 
 from flax_rpsave import commit
 from flax_rpsave.config import CheckpointConfig
@@ -147,14 +148,16 @@ class CheckpointCallback:
             )
         interval = self.config.save_interval_steps
         preempted = self._watch.poll() and not self._should_stop
-        self._seen = step
         if not (step // interval > previous // interval or force or preempted):
+            self._seen = step
             return False
         if step == self._saved:
+            self._seen = step
             self._should_stop = self._should_stop or preempted
             logger.info("step %d is saved already, or being saved; not saved again", step)
             return False
         self._save(step, state, begun, metrics, extra)
+        self._seen = step  # not where that raised: the boundary is then still to be crossed, by the next call
         if preempted:
             logger.warning("preempted (%s): step %d is being saved, should_stop is set", self._watch.reason, step)
             self._should_stop = True
@@ -188,16 +191,13 @@ class CheckpointCallback:
           CorruptCheckpointError: There are steps, and none of them verifies.
           DataStateError: Data state in the checkpoint without `data` here, or the other way.
         """
+        if self._closed:
+            raise SaveError("the callback is closed: make a new one to resume")
         if not self.config.enabled:
             return (_initial(state, init), 0)
         self.wait()
-        self._resumed = True
         steps = self._steps_of_process_0()
-        if self.config.resume == "never" and steps:
-            raise ConfigError(
-                f"checkpoint.resume is 'never', but {self._root} has steps up to {max(steps)}; "
-                "choose another directory, or set resume: auto"
-            )
+        self._check_resume_allowed(steps)
         if step is not None:
             found = self._resume_exactly(_as_step(step), steps, state, init, skip, rewind)
         elif steps:
@@ -206,6 +206,7 @@ class CheckpointCallback:
             raise NoCheckpointError(f"checkpoint.resume is 'required', but {self._root} has no committed step")
         else:
             found = (_initial(state, init), 0)
+        self._resumed = True
         self._existing = {s for s in steps if s <= found[1]} if step is not None else set(steps)
         self._seen = found[1]
         self._saved = found[1] if steps else None
@@ -235,7 +236,7 @@ class CheckpointCallback:
         if self.config.enabled:
             self._saver.writer.wait()
             forget(self._saver.writer)
-            if (error := self._saver.writer.take_error()) is not None:
+            if (error := self._saver.writer.take_error(logged_too=True)) is not None:
                 raise _raisable(error)
 
     def __enter__(self) -> Self:
@@ -261,9 +262,6 @@ class CheckpointCallback:
         damaged = step in self._saver.writer.damaged
         if step in self._existing and not damaged:
             raise StepOrderError(f"step {step} exists in {self._root} already and is not overwritten")
-        for value in (metrics or {}).values():
-            if isinstance(value, jax.Array):
-                value.copy_to_host_async()
         self._saver.save(
             state,
             step=step,
@@ -272,7 +270,7 @@ class CheckpointCallback:
             final=final,
             item=self.config.item or "default",
             data_state=_encode_data_state(self._data),
-            metrics=metrics,
+            metrics=_taken(metrics or {}),
             extra=_checked_json(extra),
             replaces=final if damaged else None,
         )
@@ -290,13 +288,23 @@ class CheckpointCallback:
         if self.config.on_error == "raise":
             raise _raisable(error)
         logger.error("at step %s: %s; training goes on (on_error: log)", step, error)
+        self._saver.writer.keep_logged(error)
+
+    def _check_resume_allowed(self, steps: Mapping[int, str]) -> None:
+        if self.config.resume == "never" and steps and not self._resumed:
+            raise ConfigError(
+                f"checkpoint.resume is 'never', but {self._root} has steps up to {max(steps)}; "
+                "choose another directory, or set resume: auto"
+            )
 
     def _check_fresh_start(self, step: int) -> None:
-        self._existing = set(commit.committed_steps(self._root))
+        steps = commit.committed_steps(self._root)
+        self._check_resume_allowed(steps)
+        self._existing = set(steps)
         ahead = [s for s in self._existing if s >= step]
         if ahead:
             raise StepOrderError(
-                f"{self._root} has steps up to {max(ahead)}, and this run, which did not call resume(), is at step "
+                f"{self._root} has steps up to {max(ahead)}, and this run, which did not resume, is at step "
                 f"{step}: its steps would be lost among them. Call resume(), or set another directory."
             )
 
@@ -343,7 +351,8 @@ class CheckpointCallback:
     def _restore(self, directory: Directory, state: Any, init: Any, skip: Sequence[str]) -> Any:
         group = self._saver.group
         with group.channel(f"reading {directory}").agreed():
-            stored = open_checkpoint(directory, self.config.item, self._saver.writer.context)
+            # A context of its own: TensorStore caches by path, where another checkpoint may have been before.
+            stored = open_checkpoint(directory, self.config.item, new_context())
             data_state = self._matching_data_state(stored)
             leaves, structure = _filled(state, init, skip)
             fit = Fit(stored, leaves, structure, skip=skip)
@@ -427,11 +436,39 @@ def _filled(state: Any, init: Callable[[], Any] | None, skip: Sequence[str]) -> 
     return leaves, structure
 
 
+def _taken(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics as they are now: device arrays on their way to the host, host arrays copied."""
+    taken: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, jax.Array) and not value.is_deleted():
+            value.copy_to_host_async()
+        taken[str(name)] = value.copy() if isinstance(value, np.ndarray) else value
+    return taken
+
+
 def _checked_json(extra: Any) -> Any:
     try:
-        return json.loads(json.dumps(extra))
+        return json.loads(_json(extra))
     except (TypeError, ValueError) as error:
         raise SaveError(f"extra must be something that JSON can hold: {error}") from error
+
+
+def _json(value: Any) -> str:
+    """JSON that comes back as it was, but for tuples, which become lists."""
+    text = json.dumps(value)
+    _check_keys(value)
+    return text
+
+
+def _check_keys(value: Any) -> None:
+    if isinstance(value, dict):
+        for key, below in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"its key {key!r} would come back as text; use strings as keys")
+            _check_keys(below)
+    elif isinstance(value, (list, tuple)):
+        for below in value:
+            _check_keys(below)
 
 
 def _encode_data_state(data: Any) -> bytes | None:
@@ -441,7 +478,7 @@ def _encode_data_state(data: Any) -> bytes | None:
     if isinstance(state, bytes):
         return json.dumps({"bytes": base64.b64encode(state).decode()}).encode()
     try:
-        return json.dumps({"json": state}).encode()
+        return _json({"json": state}).encode()
     except (TypeError, ValueError) as error:
         raise DataStateError(f"data.get_state() must be bytes or something that JSON can hold: {error}") from error
 

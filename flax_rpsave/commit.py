@@ -11,6 +11,7 @@ interrupted save left is known from what others put there.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ import tensorstore as ts
 
 from flax_rpsave import documents
 from flax_rpsave.directory import Directory
-from flax_rpsave.errors import SaveError
+from flax_rpsave.errors import CorruptCheckpointError, SaveError
 from flax_rpsave.store import PRIVATE_PREFIX, database, open_database
 
 logger = logging.getLogger(__name__)
@@ -134,7 +135,10 @@ def publish(step: Directory, item: Directory, final: Directory, files: Mapping[s
 
 def move_aside(step: Directory, why: str, nonce: str) -> Directory:
     """Gives a step's directory a name under which it is no step any more, and returns it."""
-    target = step.parent / f"{step.name}.{why}-{nonce}"
+    first = f"{step.name}.{why}-{nonce}"
+    taken = step.parent.children()
+    names = itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2)))
+    target = step.parent / next(name for name in names if name not in taken)
     if not step.renames:
         step.remove(documents.COMMIT)  # no step any more, before its objects go one by one
     step.move_to(target)
@@ -158,4 +162,7 @@ def read_metrics(step: Directory) -> dict[str, Any]:
     data = step.read(documents.CHECKPOINT)
     if data is None:
         return {}
-    return dict(documents.parse_checkpoint(data, f"{step}/{documents.CHECKPOINT}")["metrics"])
+    try:
+        return dict(documents.parse_checkpoint(data, f"{step}/{documents.CHECKPOINT}")["metrics"])
+    except CorruptCheckpointError:
+        return {}

@@ -9,7 +9,7 @@ This package's own documents are sealed: they end in a digest of themselves.
     <step>/default/_sharding                       a sharding a `jax.Array`
     <step>/default/_strings.json                   strings
     <step>/default/array_metadatas/process_N       chunk shapes, PRNG implementations
-    .rpsave/process_N/index   (in the database)    digests of the chunks that process N wrote, sealed
+    .rpsave/process_N/index   (in the database)    digests of what process N wrote, sealed
     .rpsave/process_N/data    (in the database)    state of process N's data iterator, sealed
 """
 
@@ -238,18 +238,23 @@ def check_commit(marker: bytes, documents: Mapping[str, bytes | None], where: st
 
 
 def build_index(digests: Mapping[str, str]) -> bytes:
-    """`.rpsave/process_N/index`, sealed: digest of each chunk that a process wrote by its key, "" for none taken."""
+    """`.rpsave/process_N/index`, sealed: digests of the chunks and arrays of a process by key, "" for none taken."""
     return seal(_json({"format": FORMAT_VERSION, "algorithm": "xxh3_64", "chunks": dict(digests)}))
 
 
 def parse_index(data: bytes, where: str) -> dict[str, str]:
-    """Digests by chunk key.
+    """Digests by key.
 
     Raises:
       CorruptCheckpointError: The index was changed.
     """
     with _Parsing(where):
         return {str(key): str(value) for key, value in json.loads(unseal(data, where))["chunks"].items()}
+
+
+def array_digest(shape: Sequence[int], dtype: str, chunk_shape: Sequence[int]) -> str:
+    """Digest of what an array's document must say, which no digest of a chunk shows: a shape may lose whole chunks."""
+    return digest(_json([list(shape), dtype, [max(1, c) for c in chunk_shape]]))
 
 
 def seal(text: bytes) -> bytes:

@@ -15,10 +15,10 @@ import tensorstore as ts
 
 from flax_rpsave.config import StorageConfig
 from flax_rpsave.directory import Directory
-from flax_rpsave.documents import digest
+from flax_rpsave.documents import array_digest, digest
 from flax_rpsave.planner import LeafPlan
 from flax_rpsave.snapshot import Piece
-from flax_rpsave.store import array_spec, chunk_key, database, open_database
+from flax_rpsave.store import array_spec, chunk_key, database, document_key, open_database
 
 
 @dataclass
@@ -27,7 +27,8 @@ class Written:
 
     Attributes:
       nbytes: Bytes of chunk data, padding included.
-      digests: Of each chunk by its key, of the values without padding; "" where none was taken.
+      digests: Of each chunk by its key, of the values without padding, and of each array's shape, dtype and chunk shape
+        by the key of its document; "" where none was taken.
     """
 
     nbytes: int = 0
@@ -81,6 +82,8 @@ class TensorStoreEngine:
         self._written = Written()
         self._describe = describe
         self._undescribed = set(range(len(names))) if describe else set()
+        for leaf in self._undescribed:
+            self._digest_document(leaf)
 
     @property
     def digests(self) -> Mapping[str, str]:
@@ -125,6 +128,7 @@ class TensorStoreEngine:
             self._database, self._names[leaf], layout.shape, layout.dtype, plan.chunk_shape, self._storage
         )
         self._undescribed.discard(leaf)
+        self._digest_document(leaf)
         return ts.open(
             spec,
             open=True,
@@ -133,3 +137,10 @@ class TensorStoreEngine:
             context=self._context,
             transaction=transaction,
         ).result()
+
+    def _digest_document(self, leaf: int) -> None:
+        plan = self._plans[leaf]
+        shape, dtype = plan.layout.shape, plan.layout.dtype.name
+        self._written.digests[document_key(self._names[leaf])] = (
+            array_digest(shape, dtype, plan.chunk_shape) if self._storage.checksum else ""
+        )

@@ -1,16 +1,19 @@
 """Whether this run was told that it will be stopped soon.
 
 Alone, a process installs handlers that only note the signal; a handler that stood there before is called too, and
-is put back by `close`. Where `jax.distributed` runs, its preemption service catches SIGTERM in whichever process gets
-it, and agrees on a call that all processes have yet to reach: there it is polled at every call, by the number of the
-call (it compares for equality, so step numbers that skip would miss it), and no handler is installed, which would
-disable the service.
+is put back by `close`. Where it cannot be (another watch was made after this one and still stands, or `close` runs in
+another thread), this one stays and passes signals on.
+
+Where `jax.distributed` runs, its preemption service catches SIGTERM in whichever process gets it, and agrees on a call
+that all processes have yet to reach: there it is polled at every call, by the number of the call (it compares for
+equality, so step numbers that skip would miss it), and no handler is installed, which would disable the service.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -34,6 +37,7 @@ class PreemptionWatch:
     def __init__(self, signals: Sequence[str] | None):
         self.reason: str | None = None
         self._before: dict[int, Any] = {}
+        self._closed = False
         self._calls = itertools.count(1)
         self._service = signals is not None and _compat.coordination_client() is not None
         if not signals or self._service:
@@ -53,13 +57,17 @@ class PreemptionWatch:
 
     def close(self) -> None:
         """Puts the handlers back that were there before."""
+        self._closed = True
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        self._before = {}
 
     def _note(self, number: int, frame: Any) -> None:
-        self.reason = signal.Signals(number).name
         before = self._before.get(number)
+        if not self._closed:
+            self.reason = signal.Signals(number).name
+        elif before in (signal.SIG_DFL, None):  # nobody watches any more: the program ends, as it would without us
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         if callable(before):
             before(number, frame)

@@ -112,7 +112,7 @@ class Fit:
         positions = {leaf.path: i for i, leaf in enumerate(leaves)}
         self._targets = {by_path[leaf.path].name: (positions[leaf.path], leaf) for leaf in wanted if leaf.is_array}
         self._strings = {
-            positions[leaf.path]: stored.strings[by_path[leaf.path].name] for leaf in wanted if leaf.kind == "string"
+            positions[leaf.path]: stored.string(by_path[leaf.path]) for leaf in wanted if leaf.kind == "string"
         }
         self._assignment: dict[str, list[Chunk]] = {}
         self._own: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
@@ -208,7 +208,7 @@ def place(values: np.ndarray, leaf: Leaf, sharding: jax.sharding.Sharding | None
     dtype = np.dtype(leaf.value.dtype)
     if values.dtype != dtype:  # scalars of one kind and another width
         narrowed = values.astype(dtype)
-        if leaf.kind != "scalar" and narrowed.dtype.kind in "iu" and narrowed.astype(values.dtype) != values:
+        if narrowed.dtype.kind in "iu" and narrowed.astype(values.dtype) != values:
             raise TreeMismatchError(f"{leaf.label}: the stored value {values} does not fit into {dtype.name}")
         values = narrowed
     if leaf.kind == "scalar":

@@ -73,8 +73,8 @@ class Saver:
           SaveError: The state cannot be saved; nothing was written.
         """
         leaves, _ = flatten(state)
-        if not leaves:
-            raise SaveError(f"step {step}: the state has no leaves, so there is nothing to save")
+        if not any(leaf.is_array or leaf.kind == "string" for leaf in leaves):
+            raise SaveError(f"step {step}: the state has no array, number or string, so there is nothing to save")
         snapshotter = self._snapshotter_for(leaves)
         arrays = [leaf for leaf in leaves if leaf.is_array]
         run = self.writer.start(
@@ -85,7 +85,7 @@ class Saver:
                 leaves=[leaf.without_values() for leaf in leaves],
                 plan=snapshotter.plan,
                 config=self.config,
-                nonce=self.nonce,
+                nonce=secrets.token_hex(4),  # a new path for each save: TensorStore caches by path
                 data_state=data_state,
                 metrics=metrics or {},
                 extra=extra,

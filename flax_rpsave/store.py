@@ -97,6 +97,11 @@ def chunk_key(name: str, index: tuple[int, ...]) -> str:
     return "/".join([*([name] if name else []), "c", *map(str, index)])
 
 
+def document_key(name: str) -> str:
+    """The key of a zarr3 array's document."""
+    return "/".join([*([name] if name else []), "zarr.json"])
+
+
 def within(kvstore: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The spec of the part of a key-value store whose keys begin with `name/`."""
     prefix = f"{name}/" if name else ""

@@ -22,6 +22,7 @@ from flax_rpsave.store import (
     OCDBT_MANIFEST,
     PRIVATE_PREFIX,
     chunk_key,
+    document_key,
     open_database,
     stored_database,
     within,
@@ -29,7 +30,10 @@ from flax_rpsave.store import (
 
 _IN_FLIGHT_NBYTES = 512 << 20
 # TensorStore's status codes that speak of the content; the others (denied, unavailable, …) speak of the storage.
-_CORRUPT = re.compile(r"(?:^|\s)(NOT_FOUND|DATA_LOSS|INVALID_ARGUMENT|FAILED_PRECONDITION|OUT_OF_RANGE|UNIMPLEMENTED):")
+# A database's nodes that were read and make no sense carry none.
+_CORRUPT = re.compile(
+    r"(?:^|\s)(NOT_FOUND|DATA_LOSS|INVALID_ARGUMENT|FAILED_PRECONDITION|OUT_OF_RANGE|UNIMPLEMENTED):|Error decoding "
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Stored:
       tree: Its leaves.
       key_impls: PRNG implementations by leaf name.
       strings: Strings by leaf name.
-      digests: Digest of each chunk by its key; None where the checkpoint has none.
+      digests: Digest of each chunk and array by its key; None where the checkpoint has none.
       own: What this package kept in the checkpoint's document.
     """
 
@@ -62,6 +66,16 @@ class Stored:
         with _Reading(f"{self.item}/{key}"):
             found = self._database.read(key).result()
         return documents.unseal(found.value, f"{self.item}/{key}") if found.state == "value" else None
+
+    def string(self, entry: TreeEntry) -> str:
+        """The text of a string leaf.
+
+        Raises:
+          CorruptCheckpointError: It is missing.
+        """
+        if entry.name not in self.strings:
+            raise CorruptCheckpointError(f"leaf {'/'.join(entry.path)} of {self.item}: its text is missing")
+        return self.strings[entry.name]
 
     def open_arrays(self, entries: Sequence[TreeEntry]) -> dict[str, ts.TensorStore]:
         """Opens arrays; their shapes and dtypes are then known.
@@ -85,6 +99,7 @@ class Stored:
         for entry in entries:
             with _Reading(f"leaf {'/'.join(entry.path)} of {self.item}"):
                 arrays[entry.name] = pending[entry.name].result()
+            self._check_document(entry.name, describe(arrays[entry.name]))
         return arrays
 
     def read(self, arrays: Mapping[str, ts.TensorStore]) -> Iterator[tuple[str, np.ndarray]]:
@@ -139,6 +154,19 @@ class Stored:
         if self.digests is not None and values.size:
             for index, box in chunk_boxes(values.shape, describe(array).chunk_shape):
                 self._check(name, index, values[box])
+
+    def _check_document(self, name: str, found: StoredArray) -> None:
+        """Compares what an array's document says with its digest."""
+        if self.digests is None:
+            return
+        expected = self.digests.get(document_key(name))
+        if expected is None:
+            raise CorruptCheckpointError(f"leaf {name} of {self.item} was not reported as written")
+        if expected and documents.array_digest(found.shape, found.dtype.name, found.chunk_shape) != expected:
+            raise CorruptCheckpointError(
+                f"leaf {name} of {self.item}: its document was changed after it was written; it now says "
+                f"{found.dtype.name}{list(found.shape)}"
+            )
 
     def _check(self, name: str, index: tuple[int, ...], values: np.ndarray) -> None:
         """Compares a chunk's values with its digest."""
@@ -206,6 +234,8 @@ def open_checkpoint(directory: Directory, item: str | None, context: ts.Context)
     with _Reading(str(place)):
         store = open_database(stored_database(place, tree.use_ocdbt), context)
         digests = _read_digests(store, place, own)
+    if marker is None and (own or digests is not None):  # stock Orbax writes none on a file system; we always do
+        raise CorruptCheckpointError(f"{directory}/{documents.COMMIT} is missing")
     return Stored(directory, place, tree, impls, strings, digests, own, store, context)
 
 

@@ -283,11 +283,13 @@ class Writer:
         self.context = context
         self.stats: SaveStats | None = None
         self.damaged: set[int] = set()
+        self._cleaned = False
         self._root = root
         self._on_commit = on_commit
         self._thread: threading.Thread | None = None
         self._run: SaveRun | None = None
         self._error: BaseException | None = None
+        self._logged: BaseException | None = None  # of the last save: told by the log alone
 
     @property
     def step(self) -> int | None:
@@ -302,10 +304,15 @@ class Writer:
     def start(self, request: SaveRequest) -> SaveRun:
         """Begins a save; the one before must have ended."""
         assert not self.running
+        self._logged = None
         self._run = SaveRun(request, self._group, self.context)
-        self._thread = threading.Thread(target=self._work, args=(self._run,), name=f"rpsave-{request.step}")
+        thread = threading.Thread(target=self._work, args=(self._run,), name=f"rpsave-{request.step}")
         _fail_at_exit(self)
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the interpreter exits, or the system has no thread left
+            raise SaveError(f"step {request.step} cannot be saved: {error}") from error
+        self._thread = thread
         return self._run
 
     def wait(self) -> float:
@@ -316,20 +323,29 @@ class Writer:
         self._thread.join()
         return time.perf_counter() - begun
 
-    def take_error(self) -> BaseException | None:
-        """The error of the last save that ended, once."""
+    def take_error(self, *, logged_too: bool = False) -> BaseException | None:
+        """The error of the last save that ended, once; `logged_too`: also if `keep_logged` was told of it."""
         if self.running:
             return None
         error, self._error = self._error, None
+        if logged_too:
+            error, self._logged = error or self._logged, None
         return error
 
+    def keep_logged(self, error: BaseException) -> None:
+        """The error of the last save was only logged: unless a later save begins, the program's end raises it."""
+        self._logged = error
+
     def _work(self, run: SaveRun) -> None:
+        if self._root is not None and self._group.decides and not self._cleaned:
+            self._clean_leftovers(self._root, run.request)
         try:
             self.stats = run.execute()
         except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
             self._error = error
             logger.error("step %d was not saved: %s", run.request.step, error)
             return
+        self.damaged.discard(run.request.step)  # saved again, and moved aside
         if self._group.decides:
             self._after_commit(run.request, self.stats)
 
@@ -347,11 +363,18 @@ class Writer:
             except Exception:
                 logger.exception("on_commit failed for step %d; the step is committed", stats.step)
 
-    def _clean(self, root: Directory, request: SaveRequest) -> None:
-        """Deletes what no rule keeps, and what earlier runs left half done. Its failure harms no checkpoint."""
-        config = request.config
+    def _clean_leftovers(self, root: Directory, request: SaveRequest) -> None:
+        """Deletes what earlier runs left half done; before the first save, which may need the room."""
         try:
             commit.delete_leftovers(root, request.nonce)
+            self._cleaned = True
+        except Exception as error:  # noqa: BLE001 - no reason not to save
+            logger.warning("leftovers in %s could not be removed, tried again at the next save: %s", root, error)
+
+    def _clean(self, root: Directory, request: SaveRequest) -> None:
+        """Deletes what no rule keeps. Its failure harms no checkpoint."""
+        config = request.config
+        try:
             steps = {step: name for step, name in commit.committed_steps(root).items() if step not in self.damaged}
             wants_metrics = config.keep_best is not None and config.max_to_keep is not None
             doomed = steps_to_delete(
@@ -385,8 +408,6 @@ _writers: set[Writer] = set()
 
 def _fail_at_exit(writer: Writer) -> None:
     """Has the program end with a code that is not 0, should this writer's last error never be raised."""
-    if not _writers:
-        atexit.register(_check_errors)
     _writers.add(writer)
 
 
@@ -395,8 +416,9 @@ def forget(writer: Writer) -> None:
     _writers.discard(writer)
 
 
+@atexit.register  # as early as this module is imported, so that it runs after what the program registers later
 def _check_errors() -> None:
-    errors = [error for writer in _writers if (error := writer.take_error()) is not None]
+    errors = [error for writer in _writers if (error := writer.take_error(logged_too=True)) is not None]
     if errors:
         for error in errors:
             print(f"flax_rpsave: the last save failed: {error}", file=sys.stderr)
