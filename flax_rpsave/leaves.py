@@ -39,7 +39,7 @@ _UNSTORABLE_DTYPES: Final = frozenset(
     {"uint2", "uint4", "int1", "uint1", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn"}
 )
 _TRANSIENT: Final = (nnx.Intermediate, nnx.Cache, nnx.Perturbation)
-_NNX_NODE: Final = (nnx.Pytree, nnx.Variable)
+_nnx_kinds: dict[type, bool] = {}
 _EMPTY_KINDS: Final[dict[type, str]] = {type(None): "None", dict: "Dict", list: "List", tuple: "Tuple"}
 
 
@@ -148,24 +148,32 @@ def flatten(state: Any) -> tuple[list[Leaf], Structure]:
     leaves: list[Leaf] = []
     transient: list[str] = []
 
-    def add(where: str, at: int, prefix: tuple[str, ...], prefix_types: tuple[int, ...], value: Any) -> None:
-        """Adds the leaves of a pytree that has no NNX objects."""
+    def add(where: str, at: int, part: int, path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> None:
+        if (leaf := _leaf(path, key_types, value)) is not None:
+            leaves.append(leaf)
+            structure._slots.append((where, at, part))
+
+    def add_all(where: str, at: int, prefix: tuple[str, ...], prefix_types: tuple[int, ...], value: Any) -> None:
+        """Adds the leaves of an `nnx.State`, or of what a Variable holds."""
+        if isinstance(value, jax.Array):
+            add(where, at, 0, prefix, prefix_types, value)
+            return
         for part, (keys, leaf_value) in enumerate(_flat_in_state(value)):
             sub_path, sub_types = _path_of(keys)
-            path = prefix + sub_path
             if isinstance(leaf_value, nnx.Variable):
-                transient.append("/".join(path))
-            elif (leaf := _leaf(path, prefix_types + sub_types, leaf_value)) is not None:
-                leaves.append(leaf)
-                structure._slots.append((where, at, part))
+                transient.append("/".join(prefix + sub_path))
+            else:
+                add(where, at, part, prefix + sub_path, prefix_types + sub_types, leaf_value)
 
     prefixes = []
     for position, (keys, value) in enumerate(flat):
-        if isinstance(value, _NNX_NODE):
+        if not _is_nnx(value):
+            add("tree", position, 0, *_path_of(keys), value)
+        elif isinstance(value, nnx.State):
+            add_all("state", position, *_path_of(keys), value)
+        else:
             structure._nodes.append(value)
             prefixes.append(_path_of(keys))
-        else:
-            add("state" if isinstance(value, nnx.State) else "tree", position, *_path_of(keys), value)
     if structure._nodes:
         structure._variables = list(nnx.to_flat_state(nnx.split(structure._nodes)[1]))
     for index, (nnx_path, value) in enumerate(structure._variables):
@@ -175,9 +183,9 @@ def flatten(state: Any) -> tuple[list[Leaf], Structure]:
         if isinstance(value, _TRANSIENT):
             transient.append("/".join(path))
         elif isinstance(value, nnx.Variable):
-            add("nnx", index, (*path, "value"), (*key_types, DICT_KEY), value.get_raw_value())
+            add_all("nnx", index, (*path, "value"), (*key_types, DICT_KEY), value.get_raw_value())
         else:
-            add("nnx", index, path, key_types, value)
+            add_all("nnx", index, path, key_types, value)
     if transient:
         _log_once(f"left out, since they are not part of the train state: {', '.join(sorted(transient))}")
     _check_names(leaves)
@@ -236,7 +244,15 @@ def _is_empty_node(node: Any) -> bool:
 
 def _stops(node: Any) -> bool:
     """Whether flattening the outer pytree ends here."""
-    return isinstance(node, (*_NNX_NODE, nnx.State)) or _is_empty_node(node)
+    return _is_nnx(node) or _is_empty_node(node)
+
+
+def _is_nnx(value: Any) -> bool:
+    """Whether a value is an NNX object or an `nnx.State`."""
+    kind = type(value)
+    if kind not in _nnx_kinds:  # asked once a type: NNX's own instance checks are slow
+        _nnx_kinds[kind] = isinstance(value, (nnx.Pytree, nnx.Variable, nnx.State))
+    return _nnx_kinds[kind]
 
 
 def _stops_in_state(node: Any) -> bool:
@@ -308,6 +324,7 @@ def _key_data(value: Any) -> tuple[Any, str]:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=value.sharding), impl
 
 
+@functools.lru_cache(maxsize=4096)
 def _check_dtype(where: str, dtype: Any) -> None:
     dtype = np.dtype(dtype)
     custom = dtype.kind == "V" and hasattr(ml_dtypes, dtype.name)
