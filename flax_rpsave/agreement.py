@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import logging
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +26,8 @@ import jax
 
 from flax_rpsave import _compat, errors
 from flax_rpsave.errors import CommitTimeoutError, CorruptCheckpointError, RPSaveError, SaveError
+
+logger = logging.getLogger("flax_rpsave")
 
 _POLL_SECS = 0.5  # how long one request waits: a failure elsewhere is noticed within this time
 _names = itertools.count()
@@ -43,7 +47,7 @@ class Group:
         self.processes = jax.process_count()
         self.timeout_secs = timeout_secs
         self._name = f"rpsave/{next(_names)}"
-        self._channels = itertools.count()
+        self._channels: Counter[str] = Counter()
         self._ended: list[str] = []
 
     @property
@@ -52,14 +56,22 @@ class Group:
         return self.process == 0
 
     def channel(self, what: str) -> Channel:
-        """The next channel; every process must ask for the same ones in the same order."""
-        return Channel(self, f"{self._name}/{next(self._channels)}", what)
+        """The next channel about something; every process must ask for it equally often.
+
+        By what it is about, not by one count for all: should a step be saved by some processes only, they time out on
+        that one, and meet again at the next.
+        """
+        self._channels[what] += 1
+        return Channel(self, f"{self._name}/{what}/{self._channels[what]}", what)
 
     def forget(self, key: str) -> None:
         """Removes the words of a channel that every process has left: of the one before the last one."""
         self._ended.append(key)
         if self.decides and len(self._ended) > 1:
-            _compat.coordination_client().key_value_delete(self._ended.pop(0) + "/")
+            try:
+                _compat.coordination_client().key_value_delete(self._ended.pop(0) + "/")
+            except jax.errors.JaxRuntimeError as error:
+                logger.debug("the coordination service keeps old words: %s", error)
 
 
 class Channel:
@@ -147,17 +159,16 @@ class Channel:
             raise SaveError(decision["failure"])
         return decision["word"]
 
-    def share(self, word: Any, failure: str | None = None) -> list[Any]:
-        """Every process says a word and gets those of all; a failure of one is a failure of all.
+    def share(self, word: Any) -> list[Any]:
+        """Every process says a word and gets those of all, by process.
 
         Raises:
-          SaveError: A process reported a failure.
           CommitTimeoutError: One did not report in time.
         """
         own = {"shared": word}
         if self._group.processes == 1:
             return [word]
-        self.report(own, failure)
+        self.report(own)
         if not self._group.decides:
             return list(self.hear())
         try:
@@ -183,7 +194,11 @@ class Channel:
         except BaseException as error:  # noqa: BLE001 - raised again below, after the others know
             own = error
         outcome = None if own is None else {"kind": type(own).__name__, "message": str(own)}
-        failed = [(p, outcome) for p, outcome in enumerate(self.share(outcome)) if outcome is not None]
+        try:
+            outcomes = self.share(outcome)
+        except RPSaveError as unheard:
+            raise unheard from own
+        failed = [(p, outcome) for p, outcome in enumerate(outcomes) if outcome is not None]
         failed.sort(key=lambda f: f[1]["kind"] == CorruptCheckpointError.__name__)
         if not failed:
             return

@@ -138,6 +138,7 @@ class CheckpointCallback:
             raise SaveError(f"step {step}: the callback is closed")
         if not self.config.enabled:
             return False
+        told_to_stop = self._watch.poll()  # before anything can raise: every process must ask equally often
         self._report_error(step)
         if self._seen is None and not self._resumed:
             self._check_fresh_start(step)
@@ -147,7 +148,7 @@ class CheckpointCallback:
                 f"step {step} lies before step {previous}, of the last call: steps must not go backwards"
             )
         interval = self.config.save_interval_steps
-        preempted = self._watch.poll() and not self._should_stop
+        preempted = told_to_stop and not self._should_stop
         if not (step // interval > previous // interval or force or preempted):
             self._seen = step
             return False
@@ -237,7 +238,7 @@ class CheckpointCallback:
             self._saver.writer.wait()
             forget(self._saver.writer)
             if (error := self._saver.writer.take_error(logged_too=True)) is not None:
-                raise _raisable(error)
+                raise error
 
     def __enter__(self) -> Self:
         return self
@@ -259,8 +260,8 @@ class CheckpointCallback:
             logger.info("step %d waited %.3f s for the save before", step, waited)
         self._report_error(step)
         final = self._root / str(step)
-        damaged = step in self._saver.writer.damaged
-        if step in self._existing and not damaged:
+        damaged = self._saver.writer.damaged.get(step)
+        if step in self._existing and damaged is None:
             raise StepOrderError(f"step {step} exists in {self._root} already and is not overwritten")
         self._saver.save(
             state,
@@ -272,7 +273,7 @@ class CheckpointCallback:
             data_state=_encode_data_state(self._data),
             metrics=_taken(metrics or {}),
             extra=_checked_json(extra),
-            replaces=final if damaged else None,
+            replaces=damaged,
         )
         self._saved = step
         logger.debug("step %d: snapshot taken in %.1f ms", step, (time.perf_counter() - begun - waited) * 1e3)
@@ -286,7 +287,7 @@ class CheckpointCallback:
             return
         self._saved = None
         if self.config.on_error == "raise":
-            raise _raisable(error)
+            raise error
         logger.error("at step %s: %s; training goes on (on_error: log)", step, error)
         self._saver.writer.keep_logged(error)
 
@@ -310,8 +311,10 @@ class CheckpointCallback:
 
     def _steps_of_process_0(self) -> dict[int, str]:
         """The committed steps, as process 0 sees them: all processes then try the same ones."""
-        steps = commit.committed_steps(self._root)
-        shared = self._saver.group.channel("listing the steps").share(list(steps.items()))[0]
+        group = self._saver.group
+        with group.channel("listing the steps").agreed():
+            steps = commit.committed_steps(self._root) if group.decides else {}
+        shared = group.channel("the steps").share(list(steps.items()))[0]
         return {int(step): str(name) for step, name in shared}
 
     def _resume_exactly(
@@ -340,7 +343,7 @@ class CheckpointCallback:
             except CorruptCheckpointError as error:
                 logger.warning("step %d is damaged and passed over: %s", step, error)
                 first_error = first_error or error
-                self._saver.writer.damaged.add(step)
+                self._saver.writer.damaged[step] = self._root / steps[step]
             else:
                 return found, step
         raise CorruptCheckpointError(
@@ -486,14 +489,3 @@ def _encode_data_state(data: Any) -> bytes | None:
 def _decode_data_state(text: bytes) -> Any:
     state = json.loads(text)
     return base64.b64decode(state["bytes"]) if "bytes" in state else state["json"]
-
-
-def _raisable(error: BaseException) -> BaseException:
-    """The background's error as one for this thread, with the original as its cause."""
-    if isinstance(error, SaveError):
-        raised = type(error)(*error.args)
-        raised.__cause__ = error
-        return raised
-    raised = SaveError(f"saving failed: {error!r}")
-    raised.__cause__ = error
-    return raised

@@ -11,6 +11,7 @@ interrupted save left is known from what others put there.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import re
@@ -21,10 +22,10 @@ import tensorstore as ts
 
 from flax_rpsave import documents
 from flax_rpsave.directory import Directory
-from flax_rpsave.errors import CorruptCheckpointError, SaveError
+from flax_rpsave.errors import CorruptCheckpointError, SaveError, StorageError
 from flax_rpsave.store import PRIVATE_PREFIX, database, open_database
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("flax_rpsave")
 
 _STEP = re.compile(r"\d+")
 _TMP = ".orbax-checkpoint-tmp"
@@ -42,7 +43,7 @@ def committed_steps(root: Directory) -> dict[int, str]:
 
 def is_committed(step: Directory) -> bool:
     """Whether a directory named as a step is one: a rename made it, or it has its marker."""
-    return step.renames or documents.COMMIT in step.files()
+    return step.renames or step.read(documents.COMMIT) is not None
 
 
 def prepare(final: Directory, nonce: str) -> Directory:
@@ -126,7 +127,8 @@ def publish(step: Directory, item: Directory, final: Directory, files: Mapping[s
         item.write(documents.COMMIT, documents.build_commit({}))
     step.write(documents.COMMIT, documents.build_commit(files))
     if not step.renames:
-        step.remove(_WRITING)
+        with contextlib.suppress(StorageError):  # the marker is there: this file tells nothing any more
+            step.remove(_WRITING)
         return
     for directory in dict.fromkeys([item / documents.ARRAY_METADATAS, item, step]):
         directory.sync()

@@ -165,8 +165,9 @@ class FileDirectory(Directory):
         other.parent.sync()
 
     def delete(self) -> None:  # noqa: D102
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.path)
+        while self.exists():  # a file that vanishes meanwhile ends rmtree: go on with the rest
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(self.path)
 
     def kvstore(self) -> dict[str, Any]:  # noqa: D102
         return {"driver": "file", "path": f"{self.path}/"}

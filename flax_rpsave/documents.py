@@ -210,7 +210,6 @@ def parse_checkpoint(data: bytes, where: str) -> dict[str, Any]:
         document = json.loads(data)
         return {
             "metrics": dict(document.get("metrics") or {}),
-            "item_handlers": document.get("item_handlers"),
             "own": dict((document.get("custom_metadata") or {}).get("flax_rpsave") or {}),
         }
 

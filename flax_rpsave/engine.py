@@ -56,8 +56,7 @@ class TensorStoreEngine:
 
     Args:
       directory: Where the database lies.
-      names: Names of the leaves.
-      plans: Their plans.
+      plans: Plans of the leaves.
       describe: Whether to write the arrays' documents, of all leaves: one process does.
       storage: The `storage:` block.
       context: Shared by the run.
@@ -68,20 +67,18 @@ class TensorStoreEngine:
     def __init__(
         self,
         directory: Directory,
-        names: Sequence[str],
         plans: Sequence[LeafPlan],
         describe: bool,
         storage: StorageConfig,
         context: ts.Context,
     ):
         self._database = database(directory, storage.use_ocdbt)
-        self._names = names
         self._plans = plans
         self._storage = storage
         self._context = context
         self._written = Written()
         self._describe = describe
-        self._undescribed = set(range(len(names))) if describe else set()
+        self._undescribed = set(range(len(plans))) if describe else set()
         for leaf in self._undescribed:
             self._digest_document(leaf)
 
@@ -99,7 +96,7 @@ class TensorStoreEngine:
             if piece.leaf not in arrays:
                 arrays[piece.leaf] = self._create(piece.leaf, transaction)
             plan = self._plans[piece.leaf]
-            key = chunk_key(self._names[piece.leaf], piece.chunk)
+            key = chunk_key(plan.layout.name, piece.chunk)
             data = piece.data
             self._written.digests[key] = digest(np.ascontiguousarray(data)) if self._storage.checksum else ""
             self._written.nbytes += plan.slice_nbytes
@@ -124,11 +121,8 @@ class TensorStoreEngine:
         """Opens a leaf's array for writing; the first time its document is written, if this process writes them."""
         plan = self._plans[leaf]
         layout = plan.layout
-        spec = array_spec(
-            self._database, self._names[leaf], layout.shape, layout.dtype, plan.chunk_shape, self._storage
-        )
+        spec = array_spec(self._database, layout.name, layout.shape, layout.dtype, plan.chunk_shape, self._storage)
         self._undescribed.discard(leaf)
-        self._digest_document(leaf)
         return ts.open(
             spec,
             open=True,
@@ -141,6 +135,6 @@ class TensorStoreEngine:
     def _digest_document(self, leaf: int) -> None:
         plan = self._plans[leaf]
         shape, dtype = plan.layout.shape, plan.layout.dtype.name
-        self._written.digests[document_key(self._names[leaf])] = (
+        self._written.digests[document_key(plan.layout.name)] = (
             array_digest(shape, dtype, plan.chunk_shape) if self._storage.checksum else ""
         )

@@ -27,7 +27,7 @@ from flax import nnx
 
 from flax_rpsave.errors import SaveError, UnsupportedLeafError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("flax_rpsave")
 
 SEQUENCE_KEY: Final = 1
 """Orbax's `key_type` of a position in a list or tuple."""

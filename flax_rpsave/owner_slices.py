@@ -70,7 +70,7 @@ class Program:
     outputs: tuple[Output, ...]
     layouts: tuple[Layout | None, ...] = ()
     staging: list[jax.Array] | None = None
-    executable: Any = None
+    executables: tuple[Any, Any] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -268,16 +268,6 @@ def _bits_dtype(dtype: Any) -> Any:
     return np.dtype(f"uint{8 * dtype.itemsize}") if short_float else dtype
 
 
-def new_staging(program: Program) -> list[jax.Array]:
-    """Staging memory for the first snapshot, made on every device by one small program."""
-    abstract = _abstract_staging(program)
-
-    def empty() -> list[jax.Array]:
-        return [jnp.empty(array.shape, array.dtype) for array in abstract]
-
-    return list(jax.jit(empty, out_shardings=[array.sharding for array in abstract])())
-
-
 def _recipe(plan: SavePlan, program: Program) -> tuple[Any, ...]:
     """What a program does, by argument position: equal recipes share their compiled code.
 
@@ -295,12 +285,21 @@ def _recipe(plan: SavePlan, program: Program) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def compiled(plan: SavePlan, program: Program, leaves: Sequence[Leaf]) -> Any:
-    """The executable of a program for leaves like these: (staging to be donated, arguments) → outputs."""
+def compiled(plan: SavePlan, program: Program, leaves: Sequence[Leaf]) -> tuple[Any, Any]:
+    """The executables of a program for leaves like these: () → staging memory, and (staging, arguments) → outputs.
+
+    The second takes its staging memory as a donation: the outputs lie in it.
+    """
     specs = tuple(PartitionSpec(*(axes or None for axes in plan.leaves[i].layout.spec)) for i in program.leaves)
-    function = _jitted(program.mesh, program.replica_axes, specs, _recipe(plan, program))
+    copy = _jitted(program.mesh, program.replica_axes, specs, _recipe(plan, program))
+    staging = _abstract_staging(program)
+
+    def empty() -> list[jax.Array]:
+        return [jnp.empty(array.shape, array.dtype) for array in staging]
+
     with own_settings(program.mesh):
-        return function.lower(_abstract_staging(program), _abstract_arguments(program, leaves)).compile()
+        make = jax.jit(empty, out_shardings=[array.sharding for array in staging])
+        return make.lower().compile(), copy.lower(staging, _abstract_arguments(program, leaves)).compile()
 
 
 @functools.lru_cache(maxsize=256)

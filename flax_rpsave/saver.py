@@ -102,6 +102,8 @@ class Saver:
                         break
                     run.hand_over(snapshotter.take(arrays, group))
             aborted = False
+        except Exception as error:
+            raise SaveError(f"step {step}: its snapshot could not be taken: {error}") from error
         finally:
             run.end_call(aborted=aborted, in_background=self.config.async_save)
 

@@ -32,7 +32,6 @@ from flax_rpsave.owner_slices import (
     compiled,
     group_by_budget,
     memory_layouts,
-    new_staging,
     own_settings,
 )
 from flax_rpsave.planner import LeafPlan, MeshLayout, SavePlan
@@ -110,7 +109,7 @@ class Snapshotter:
         """Compiles what is not compiled yet. Safe to call from another thread, ahead of the first save."""
         for group in self._groups:
             for program in group:
-                self._executable(program)
+                self._executables(program)
 
     def take(self, leaves: Sequence[Leaf], group: int) -> Snapshot:
         """Dispatches the copies of one group; the first group has the host values too."""
@@ -127,43 +126,42 @@ class Snapshotter:
         return Snapshot(self.plan, host, taken)
 
     def _run(self, program: Program, leaves: Sequence[Leaf]) -> list[jax.Array]:
-        executable = self._executable(program)
+        make_staging, copy = self._executables(program)
         with own_settings(program.mesh):
-            staging, program.staging = program.staging or new_staging(program), None
+            staging, program.staging = program.staging or make_staging(), None
             shards = arguments(program, leaves)
             try:
-                return list(executable(staging, shards))
+                return list(copy(staging, shards))
             except ValueError:
                 # Asking every array for its layout is slow, so only a refusal makes us look whether it has changed.
                 if (layouts := memory_layouts(program, leaves)) == program.layouts:
                     raise
             with program.lock:
-                program.layouts, program.executable = layouts, None
-            return list(self._executable(program)(staging, shards))
+                program.layouts, program.executables = layouts, None
+            return list(self._executables(program)[1](staging, shards))
 
-    def _executable(self, program: Program) -> Any:
+    def _executables(self, program: Program) -> tuple[Any, Any]:
         with program.lock:
-            if program.executable is None:
-                program.executable = compiled(self.plan, program, self._leaves)
-            return program.executable
+            if program.executables is None:
+                program.executables = compiled(self.plan, program, self._leaves)
+            return program.executables
 
     def _host_pieces(self, leaves: Sequence[Leaf]) -> Iterator[Piece]:
         """Copies of the host values (process 0 saves them) and of slices in host memory beside a device."""
         for i in self._on_host:
             plan, value = self.plan.leaves[i], leaves[i].value
+            if self._process and plan.layout.mesh is None and plan.layout.device is None:
+                continue  # every process has such a leaf for itself: process 0 saves its own
             if isinstance(value, np.ndarray):
-                if self._process == 0 and plan.slices:
+                if plan.slices:
                     yield Piece(i, (0,) * value.ndim, np.array(value, order="C", copy=True))
                 continue
             for shard in value.addressable_shards:
                 replica, shard_index = _place(plan, shard.device.id)
-                mine = [t for t, owner in enumerate(plan.owners) if owner == replica]
-                data = np.array(shard.data, order="C", copy=True) if mine else None
-                for t in mine:
-                    assert data is not None
-                    box = [slice(o, o + c) for o, c in zip(plan.start(t), plan.chunk_shape, strict=True)]
-                    piece = _piece(plan, Item(i, t), shard_index, data, packed=False)
-                    yield Piece(i, piece.chunk, data[tuple(box)])
+                for t in np.flatnonzero(plan.owners == replica).tolist():
+                    box = tuple(slice(o, o + c) for o, c in zip(plan.start(t), plan.chunk_shape, strict=True))
+                    data = np.array(np.asarray(shard.data)[box], order="C", copy=True)
+                    yield Piece(i, _chunk(plan, t, shard_index), data)
 
 
 def _stays_on_host(value: Any) -> bool:
@@ -196,16 +194,17 @@ def _pieces_of(plan: SavePlan, program: Program, output: Output, array: jax.Arra
 
 
 def _piece(leaf: LeafPlan, item: Item, shard_index: tuple[int, ...], data: np.ndarray, packed: bool) -> Piece:
-    chunk_shape, shard_shape = leaf.chunk_shape, leaf.layout.shard_shape
-    start = leaf.start(item.t)
-    chunk = tuple(
-        s * (n // c) + o // c for s, n, c, o in zip(shard_index, shard_shape, chunk_shape, start, strict=True)
-    )
+    chunk, shape = _chunk(leaf, item.t, shard_index), leaf.chunk_shape
     if packed:
-        size = math.prod(chunk_shape)
-        return Piece(item.leaf, chunk, data[item.offset : item.offset + size].reshape(chunk_shape))
-    valid = tuple(slice(max(0, o + c - n), c) for o, c, n in zip(start, chunk_shape, shard_shape, strict=True))
-    return Piece(item.leaf, chunk, data[valid])
+        return Piece(item.leaf, chunk, data[item.offset : item.offset + math.prod(shape)].reshape(shape))
+    bounds = zip(leaf.start(item.t), shape, leaf.layout.shard_shape, strict=True)
+    return Piece(item.leaf, chunk, data[tuple(slice(max(0, o + c - n), c) for o, c, n in bounds)])
+
+
+def _chunk(leaf: LeafPlan, t: int, shard_index: tuple[int, ...]) -> tuple[int, ...]:
+    """The index in the chunk grid of slice t of a shard."""
+    bounds = zip(shard_index, leaf.layout.shard_shape, leaf.chunk_shape, leaf.start(t), strict=True)
+    return tuple(s * (n // c) + o // c for s, n, c, o in bounds)
 
 
 def _place(leaf: LeafPlan, device: int) -> tuple[int, tuple[int, ...]]:

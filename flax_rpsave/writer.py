@@ -6,8 +6,8 @@ that ends without `close` waits for it, and it needs no executor and no further 
 while the interpreter exits. At most one save runs at a time.
 
 What may block: the loop's thread, in `Writer.wait` (the next save, `wait`, `close`) and, where staging memory is
-limited, in `SaveRun.hand_over` until the group before is written. Nothing in the background calls JAX on devices beyond
-waiting for copies.
+limited, in `SaveRun.wait_written` until the group before is written. The background calls JAX for nothing but waiting
+for copies.
 
 Guarantees: an error in the background is kept until it is raised or logged by the loop's thread, once; a save that
 failed leaves no visible step; its directory is removed.
@@ -56,8 +56,8 @@ class SaveStats:
       bytes_written: Bytes of array data that this process wrote, padding of edge chunks included.
       blocking_secs: How long the call took, in seconds, without `waited_secs`.
       waited_secs: How long the call first waited for the save before.
-      snapshot_secs: From the dispatch of the copies until the last of them was done.
-      write_secs: From then until all of this process's chunks were durable.
+      snapshot_secs: How long the background waited for the copies.
+      write_secs: The rest of the time until all of this process's chunks were durable.
       commit_secs: From then until the step was visible.
       total_secs: From the beginning of the call until the step was visible.
       engine: What wrote the chunks.
@@ -115,7 +115,7 @@ class SaveRun:
         self._written = threading.Semaphore(0)
         self._call_ended = threading.Event()
         self._blocking_secs: float | None = None
-        self._aborted = False
+        self.aborted = False
         self.failed = False
 
     def hand_over(self, snapshot: Snapshot) -> None:
@@ -129,7 +129,7 @@ class SaveRun:
 
     def end_call(self, *, aborted: bool = False, in_background: bool = True) -> None:
         """The loop's thread is done with the save: no more groups come, and its blocking time is known."""
-        self._aborted = aborted
+        self.aborted = aborted
         self._blocking_secs = time.perf_counter() - self.request.begun if in_background else None
         self._snapshots.put(None)
         self._call_ended.set()
@@ -174,7 +174,6 @@ class SaveRun:
         process = self._group.process
         engine = TensorStoreEngine(
             item / f"{commit.PROCESS_DATABASE}{process}" if request.config.storage.use_ocdbt else item,
-            [leaf.name for leaf in request.leaves if leaf.is_array],
             request.plan.leaves,
             describe=self._group.decides,
             storage=request.config.storage,
@@ -195,6 +194,7 @@ class SaveRun:
             self._channel.report(report)
             if self._group.decides:
                 self._commit(temporary, item, self._channel.collect(report))
+                self._temporary = None  # committed: whatever goes wrong from here on removes nothing
                 self._channel.decide()
             else:
                 self._channel.hear()
@@ -217,7 +217,7 @@ class SaveRun:
     def _groups(self) -> Iterator[Snapshot]:
         while (snapshot := self._snapshots.get()) is not None:
             yield snapshot
-        if self._aborted:
+        if self.aborted:
             raise SaveError(f"step {self.request.step} was given up: the call that took its snapshot failed")
 
     def _finish(self, engine: TensorStoreEngine) -> tuple[Written, dict[str, str]]:
@@ -282,19 +282,13 @@ class Writer:
         self._group = group
         self.context = context
         self.stats: SaveStats | None = None
-        self.damaged: set[int] = set()
+        self.damaged: dict[int, Directory] = {}
         self._cleaned = False
         self._root = root
         self._on_commit = on_commit
         self._thread: threading.Thread | None = None
-        self._run: SaveRun | None = None
         self._error: BaseException | None = None
         self._logged: BaseException | None = None  # of the last save: told by the log alone
-
-    @property
-    def step(self) -> int | None:
-        """The step that is being saved."""
-        return self._run.request.step if self._run is not None and self.running else None
 
     @property
     def running(self) -> bool:
@@ -305,15 +299,15 @@ class Writer:
         """Begins a save; the one before must have ended."""
         assert not self.running
         self._logged = None
-        self._run = SaveRun(request, self._group, self.context)
-        thread = threading.Thread(target=self._work, args=(self._run,), name=f"rpsave-{request.step}")
+        run = SaveRun(request, self._group, self.context)
+        thread = threading.Thread(target=self._work, args=(run,), name=f"rpsave-{request.step}")
         _fail_at_exit(self)
         try:
             thread.start()
         except RuntimeError as error:  # the interpreter exits, or the system has no thread left
             raise SaveError(f"step {request.step} cannot be saved: {error}") from error
         self._thread = thread
-        return self._run
+        return run
 
     def wait(self) -> float:
         """Waits for the save under way; returns the seconds that this took."""
@@ -323,16 +317,16 @@ class Writer:
         self._thread.join()
         return time.perf_counter() - begun
 
-    def take_error(self, *, logged_too: bool = False) -> BaseException | None:
+    def take_error(self, *, logged_too: bool = False) -> SaveError | None:
         """The error of the last save that ended, once; `logged_too`: also if `keep_logged` was told of it."""
         if self.running:
             return None
         error, self._error = self._error, None
         if logged_too:
             error, self._logged = error or self._logged, None
-        return error
+        return None if error is None else _raisable(error)
 
-    def keep_logged(self, error: BaseException) -> None:
+    def keep_logged(self, error: SaveError) -> None:
         """The error of the last save was only logged: unless a later save begins, the program's end raises it."""
         self._logged = error
 
@@ -342,10 +336,11 @@ class Writer:
         try:
             self.stats = run.execute()
         except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
-            self._error = error
-            logger.error("step %d was not saved: %s", run.request.step, error)
+            if not run.aborted:  # else the call itself has raised
+                self._error = error
+                logger.error("step %d was not saved: %s", run.request.step, error)
             return
-        self.damaged.discard(run.request.step)  # saved again, and moved aside
+        self.damaged.pop(run.request.step, None)  # saved again, and moved aside
         if self._group.decides:
             self._after_commit(run.request, self.stats)
 
@@ -374,11 +369,12 @@ class Writer:
     def _clean(self, root: Directory, request: SaveRequest) -> None:
         """Deletes what no rule keeps. Its failure harms no checkpoint."""
         config = request.config
+        if config.max_to_keep is None:
+            return
         try:
             steps = {step: name for step, name in commit.committed_steps(root).items() if step not in self.damaged}
-            wants_metrics = config.keep_best is not None and config.max_to_keep is not None
             doomed = steps_to_delete(
-                {step: commit.read_metrics(root / name) if wants_metrics else None for step, name in steps.items()},
+                {step: commit.read_metrics(root / name) if config.keep_best else None for step, name in steps.items()},
                 max_to_keep=config.max_to_keep,
                 keep_period=config.keep_period,
                 keep_best=config.keep_best,
@@ -388,6 +384,13 @@ class Writer:
                 logger.debug("step %d deleted", step)
         except Exception as error:  # noqa: BLE001 - the step is committed, whatever goes wrong here
             logger.warning("cleaning %s after step %d failed, tried again later: %s", root, request.step, error)
+
+
+def _raisable(error: BaseException) -> SaveError:
+    """The background's error as one for another thread, with the original as its cause."""
+    raised = type(error)(*error.args) if isinstance(error, SaveError) else SaveError(f"saving failed: {error}")
+    raised.__cause__ = error
+    return raised
 
 
 def _fetched(metrics: Mapping[str, Any]) -> dict[str, Any]:

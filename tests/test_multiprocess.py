@@ -177,7 +177,7 @@ def test_the_loops_thread_makes_no_collective_and_no_coordination_call_in_a_late
         checkpoint.wait()
         in_loop = [name for main, name in calls if main]
         in_background = [name for main, name in calls if not main]
-        programs = [p.executable.as_text() for g in checkpoint._saver._snapshotter._groups for p in g]
+        programs = [p.executables[1].as_text() for g in checkpoint._saver._snapshotter._groups for p in g]
         collectives = [op for op in ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
                        if any(op in text for text in programs)]
         import json
