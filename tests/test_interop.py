@@ -380,7 +380,7 @@ def test_stock_takes_our_unfinished_saves_for_unfinished_and_leaves_our_steps(tm
     assert (rps.load(root, {"x": jnp.zeros(4)}, step=STEP)["x"] == 1).all()
 
 
-def test_our_clean_up_takes_what_a_killed_stock_save_left_and_nothing_else(tmp_path):
+def test_our_clean_up_leaves_what_others_put_there(tmp_path):  # report 35
     root = tmp_path / "run"
     write_with_manager(root, {"x": jnp.ones(4)})
     shutil.copytree(root / "10", root / "12.orbax-checkpoint-tmp-7")
@@ -389,7 +389,7 @@ def test_our_clean_up_takes_what_a_killed_stock_save_left_and_nothing_else(tmp_p
         _, step = callback.resume({"x": jnp.zeros(4)})
         assert step == 10
         callback(11, {"x": jnp.zeros(4)})
-    assert sorted(p.name for p in root.iterdir()) == ["10", "11", "notes"]
+    assert sorted(p.name for p in root.iterdir()) == ["10", "11", "12.orbax-checkpoint-tmp-7", "notes"]
 
 
 def test_steps_moved_aside_are_no_steps_to_stock(tmp_path):

@@ -405,14 +405,6 @@ def test_a_sharding_of_another_kind_becomes_named_and_every_device_keeps_its_sha
     check_leaf(plan_leaves([layout], NO_FLOOR).leaves[0], NO_FLOOR)
 
 
-def test_report_47_the_output_of_pmap_is_planned_as_it_lies():
-    stacked = jax.pmap(lambda x: x + 1)(np.zeros((8, 5), np.float32))
-    layout = layout_of("w", stacked)
-    assert (layout.shard_shape, layout.replicas) == ((1, 5), 1)
-    plan = plan_leaves([layout], DEFAULT)
-    assert set(plan.device_bytes.values()) == {20}
-
-
 def test_an_abstract_mesh_gives_the_plan_of_a_real_one():
     real = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     specs = {"w": ((512, 640), P(None, "model")), "b": ((77,), P()), "e": ((1030, 64), P("model"))}
