@@ -159,6 +159,13 @@ class Channel:
             raise SaveError(decision["failure"])
         return decision["word"]
 
+    def failed(self) -> str | None:
+        """Why process 0 has given up, if it has by now."""
+        if self._group.processes == 1 or (decision := self._try_get(f"{self._key}/decision", 0)) is None:
+            return None
+        failure: str | None = json.loads(decision)["failure"]
+        return failure
+
     def share(self, word: Any) -> list[Any]:
         """Every process says a word and gets those of all, by process.
 

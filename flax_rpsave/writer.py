@@ -142,23 +142,30 @@ class SaveRun:
                 return self._execute()
         except BaseException as error:
             self.failed = True
-            self._give_up(error)
+            if (reason := self._give_up(error)) is not None:
+                raise SaveError(reason) from error
             raise
         finally:
             self._written.release()
 
-    def _give_up(self, error: BaseException) -> None:
-        """Tells the others, and removes what was written."""
+    def _give_up(self, error: BaseException) -> str | None:
+        """Tells the others, and removes what was written; returns the reason of a failure that came before this one.
+
+        Process 0 removes the directory as soon as it knows of a failure, so others that still write fail for that.
+        """
+        earlier = None
         try:
             if self._group.decides:
                 self._channel.decide(failure=str(error))
             else:
+                earlier = self._channel.failed()
                 self._channel.report(None, failure=str(error))
         except jax.errors.JaxRuntimeError as unheard:
             logger.warning("step %d: the other processes could not be told: %s", self.request.step, unheard)
         if self._group.decides and self._temporary is not None:
             with contextlib.suppress(OSError):  # whatever stays is removed by the next run
                 self._temporary.delete()
+        return earlier
 
     def _execute(self) -> SaveStats:
         request = self.request
@@ -388,7 +395,7 @@ class Writer:
 
 def _raisable(error: BaseException) -> SaveError:
     """The background's error as one for another thread, with the original as its cause."""
-    raised = type(error)(*error.args) if isinstance(error, SaveError) else SaveError(f"saving failed: {error}")
+    raised = type(error)(*error.args) if isinstance(error, SaveError) else SaveError(f"saving failed: {error!r}")
     raised.__cause__ = error
     return raised
 
