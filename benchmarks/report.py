@@ -1,6 +1,6 @@
-"""Makes the tables of docs/performance.md from a results file, so that no figure is ever copied by hand.
+"""Makes the tables of docs/performance.md and README.md from a results file, so that no figure is copied by hand.
 
-python -m benchmarks.report benchmarks/results/<file>.json     rewrites what stands between the page's markers
+python -m benchmarks.report benchmarks/results/<file>.json     rewrites what stands between the markers of both pages
 python -m benchmarks.report runs/<file>.json --print           only prints it
 """
 
@@ -16,6 +16,7 @@ from benchmarks.peers import PEERS
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "performance.md"
+README = ROOT / "README.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 Results = dict[str, Any]
@@ -207,6 +208,24 @@ def render(results: Results, source: str) -> str:
     return "\n".join(lines)
 
 
+def summary(results: Results) -> str:
+    """The README's part: the targets' case, its most telling measures."""
+    about, case = results["environment"], results["cases"][TARGET_CASE]
+    measures = (BLOCKING, COMMIT, CPU, PEAK, RESTORE)
+    peers = [name for name in PEERS if trials(results, "save", TARGET_CASE, name)]
+    rows = [
+        [PEERS[name].label] + [spread(m.values(results, TARGET_CASE, name), m.digits) for m in measures]
+        for name in peers
+    ]
+    lines = [
+        f"{case['about'][0].upper()}{case['about'][1:]} ({case['state_bytes'] / 1e9:.2f} GB), {about['cpus']} cores; "
+        "medians (min–max) of one interleaved run:",
+        "",
+        *table(["", *(measure.heading for measure in measures)], rows),
+    ]
+    return "\n".join([*lines, ""])
+
+
 def insert(page: str, body: str) -> str:
     """`page` with `body` between its markers."""
     head, _, rest = page.partition(BEGIN)
@@ -222,11 +241,13 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
     parser.add_argument("--print", action="store_true", help="print instead of rewriting the page")
     options = parser.parse_args(arguments)
     source = options.results.resolve()
-    body = render(json.loads(source.read_text()), str(source.relative_to(ROOT) if ROOT in source.parents else source))
+    results = json.loads(source.read_text())
+    body = render(results, str(source.relative_to(ROOT) if ROOT in source.parents else source))
     if options.print:
         show(body)
-    else:
-        PAGE.write_text(insert(PAGE.read_text(), body))
+        return
+    for page, part in ((PAGE, body), (README, summary(results))):
+        page.write_text(insert(page.read_text(), part))
 
 
 if __name__ == "__main__":
