@@ -218,8 +218,10 @@ def summary(results: Results) -> str:
         for name in peers
     ]
     lines = [
-        f"{case['about'][0].upper()}{case['about'][1:]} ({case['state_bytes'] / 1e9:.2f} GB), {about['cpus']} cores; "
-        "medians (min–max) of one interleaved run:",
+        (
+            f"{case['about'][0].upper()}{case['about'][1:]} ({case['state_bytes'] / 1e9:.2f} GB), {about['cpus']} cores; "
+            "medians (min–max) of one interleaved run:"
+        ),
         "",
         *table(["", *(measure.heading for measure in measures)], rows),
     ]
