@@ -217,11 +217,9 @@ def summary(results: Results) -> str:
         [PEERS[name].label] + [spread(m.values(results, TARGET_CASE, name), m.digits) for m in measures]
         for name in peers
     ]
+    subject = f"{case['about'][0].upper()}{case['about'][1:]} ({case['state_bytes'] / 1e9:.2f} GB)"
     lines = [
-        (
-            f"{case['about'][0].upper()}{case['about'][1:]} ({case['state_bytes'] / 1e9:.2f} GB), {about['cpus']} cores; "
-            "medians (min–max) of one interleaved run:"
-        ),
+        f"{subject}, {about['cpus']} cores; medians (min–max) of one interleaved run:",
         "",
         *table(["", *(measure.heading for measure in measures)], rows),
     ]

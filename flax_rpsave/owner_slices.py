@@ -70,6 +70,7 @@ class Program:
     outputs: tuple[Output, ...]
     layouts: tuple[Layout | None, ...] = ()
     staging: list[jax.Array] | None = None
+    taken: bool = False
     executables: tuple[Any, Any] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 

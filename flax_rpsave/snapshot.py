@@ -106,21 +106,27 @@ class Snapshotter:
         return max((sum(program.local_nbytes for program in group) for group in self._groups), default=0)
 
     def compile(self) -> None:
-        """Compiles what is not compiled yet. Safe to call from another thread, ahead of the first save."""
+        """Compiles what is not compiled yet, and touches the staging memory where it is kept between saves.
+
+        Safe to call from another thread, ahead of the first save.
+        """
         for group in self._groups:
             for program in group:
-                self._executables(program)
+                make_staging, _ = self._executables(program)
+                with program.lock, own_settings(program.mesh):
+                    if self._keeps_staging(program) and program.staging is None and not program.taken:
+                        program.staging = jax.block_until_ready(make_staging())
 
     def take(self, leaves: Sequence[Leaf], group: int) -> Snapshot:
         """Dispatches the copies of one group; the first group has the host values too."""
         taken = []
         for program in self._groups[group] if self._groups else []:
             arrays = self._run(program, leaves)
-            if program.mesh.devices.flat[0].platform != "cpu":
+            if self._keeps_staging(program):
+                program.staging = arrays
+            elif program.mesh.devices.flat[0].platform != "cpu":
                 for array in arrays:
                     array.copy_to_host_async()
-            elif len(self._groups) == 1:
-                program.staging = arrays
             taken.append((program, list(arrays)))
         host = tuple(self._host_pieces(leaves)) if group == 0 else ()
         return Snapshot(self.plan, host, taken)
@@ -128,7 +134,9 @@ class Snapshotter:
     def _run(self, program: Program, leaves: Sequence[Leaf]) -> list[jax.Array]:
         make_staging, copy = self._executables(program)
         with own_settings(program.mesh):
-            staging, program.staging = program.staging or make_staging(), None
+            with program.lock:  # another thread may be about to make it
+                staging, program.staging, program.taken = program.staging, None, True
+            staging = staging or make_staging()
             shards = arguments(program, leaves)
             try:
                 return list(copy(staging, shards))
@@ -139,6 +147,9 @@ class Snapshotter:
             with program.lock:
                 program.layouts, program.executables = layouts, None
             return list(self._executables(program)[1](staging, shards))
+
+    def _keeps_staging(self, program: Program) -> bool:
+        return len(self._groups) == 1 and program.mesh.devices.flat[0].platform == "cpu"
 
     def _executables(self, program: Program) -> tuple[Any, Any]:
         with program.lock:

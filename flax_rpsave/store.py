@@ -16,6 +16,7 @@ OCDBT_MANIFEST = "manifest.ocdbt"
 PRIVATE_PREFIX = ".rpsave/"
 """Keys of this package beside the arrays; stock readers do not look at them."""
 
+_CHUNK_CACHE = "cache_pool#chunks"
 _DATA_FILE_NBYTES = 100 << 20  # several files are written in parallel, and none is too large for one request
 _CODECS: Mapping[str | None, list[dict[str, Any]]] = {
     None: [],
@@ -27,11 +28,14 @@ _CODECS: Mapping[str | None, list[dict[str, Any]]] = {
 def new_context() -> ts.Context:
     """Resources that everything of one run shares: one cache, so that a process writes one database, not hundreds.
 
+    Chunks that are written are not kept in it: they are views of staging memory, which could then not be reused.
+
     Requests to object stores are tried again for about a minute; TensorStore's own default is a quarter of an hour.
     """
     retries = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "10s"}
     spec = {
         "cache_pool": {"total_bytes_limit": 100_000_000},
+        _CHUNK_CACHE: {"total_bytes_limit": 0},
         "file_io_concurrency": {"limit": 32},
         "s3_request_retries": retries,
         "gcs_request_retries": retries,
@@ -79,6 +83,7 @@ def array_spec(
     return {
         "driver": "zarr3",
         "kvstore": within(kvstore, name),
+        "cache_pool": _CHUNK_CACHE,
         "metadata": {
             "shape": list(shape),
             "data_type": dtype.name,
