@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import tensorstore as ts
 
 from flax_rpsave import commit
@@ -105,6 +106,12 @@ def load(
     Example:
       >>> params = load("/ckpt/run1", subtree="params", dtype=jnp.bfloat16, sharding=on_one_device)
     """
+    if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
+        raise TypeError(f"sharding must be a jax.sharding.Sharding, got {type(sharding).__qualname__}")
+    if subtree is not None and not isinstance(subtree, str):
+        raise TypeError(f'subtree must be a path such as "params/decoder", got {subtree!r}')
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be a floating-point type: only floats are cast, got {dtype!r}")
     context = new_context()
     stored = _open(open_directory(path, context), step, context)
     entries = list(stored.tree.entries)

@@ -27,9 +27,9 @@ from flax_rpsave.store import PRIVATE_PREFIX, database, open_database
 
 logger = logging.getLogger("flax_rpsave")
 
-_STEP = re.compile(r"\d+")
+_STEP = re.compile(r"[0-9]+")
 _TMP = ".orbax-checkpoint-tmp"
-_LEFTOVER = re.compile(rf"\d+{re.escape(_TMP)}-(deleted-)?[0-9a-f]{{8}}")
+_LEFTOVER = re.compile(rf"[0-9]+{re.escape(_TMP)}-(deleted-)?[0-9a-f]{{8}}")
 _WRITING = ".rpsave-writing"
 PROCESS_DATABASE = "ocdbt.process_"
 """Each process's own database in an item's directory; the merged one refers to its data files."""

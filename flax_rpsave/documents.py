@@ -38,6 +38,8 @@ STRINGS = "_strings.json"
 CHECKPOINT = "_CHECKPOINT_METADATA"
 COMMIT = "commit_success.txt"
 ARRAY_METADATAS = "array_metadatas"
+DOCUMENT_NAMES = frozenset({TREE, SHARDINGS, STRINGS, CHECKPOINT, COMMIT, ARRAY_METADATAS})
+"""Names that no array may have where arrays lie beside the documents."""
 FORMAT_VERSION = 1
 """Version of what this package adds to the Orbax format."""
 

@@ -286,6 +286,8 @@ def _leaf(path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> Leaf
             return make("jax.Array", *_key_data(value))
         _check_dtype(where, value.dtype)
         return make("jax.Array", value)
+    if isinstance(value, np.ma.MaskedArray):
+        raise UnsupportedLeafError(f"leaf {where} is a masked array, whose mask has no place in zarr; store it apart.")
     if isinstance(value, np.ndarray):
         _check_dtype(where, value.dtype)
         return make("np.ndarray", value.astype(value.dtype.newbyteorder("="), copy=False))
@@ -359,8 +361,16 @@ def _check_names(leaves: Sequence[Leaf]) -> None:
                 )
     for leaf in leaves:
         for key in leaf.path:
-            if "\x00" in key:
-                raise UnsupportedLeafError(f"leaf {leaf.name!r} has a NUL character in a key; rename it.")
+            if "\x00" in key or not _is_unicode(key):
+                raise UnsupportedLeafError(f"leaf {leaf.name!r} has a key that is no text without NUL; rename it.")
+
+
+def _is_unicode(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @functools.cache

@@ -32,6 +32,8 @@ def select(leaves: Sequence[Leaf], skip: Sequence[str]) -> list[int]:
     Raises:
       TreeMismatchError: A pattern matches nothing.
     """
+    if isinstance(skip, str):
+        raise TypeError(f"skip must be a list of patterns, got the string {skip!r}")
     patterns = {pattern: _compiled_pattern(pattern) for pattern in skip}
     for pattern, compiled in patterns.items():
         if not any(compiled.fullmatch(leaf.label) for leaf in leaves):
@@ -175,11 +177,19 @@ def _difference(stored: Stored, leaf: Leaf, entry: TreeEntry, array: ts.TensorSt
     have = np.dtype(_cast_dtype(array.dtype.numpy_dtype, dtype))
     want = np.dtype(leaf.value.dtype)
     scalars = entry.kind == "scalar" or leaf.kind == "scalar"
-    same_dtype = have.kind == want.kind if scalars and not array.rank else have == want
+    same_dtype = _family(have) == _family(want) if scalars and not array.rank else have == want
     if tuple(array.shape) == tuple(leaf.value.shape) and same_dtype and impl == leaf.key_impl:
         return None
     kind = f"key<{impl}> as " if impl else ""
     return f"the checkpoint has {kind}{have.name}{list(array.shape)}, the target expects {_describe(leaf)}"
+
+
+def _family(dtype: Any) -> str:
+    """Which numbers a dtype is for."""
+    for family in (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating):
+        if jnp.issubdtype(dtype, family):
+            return str(family.__name__)
+    return np.dtype(dtype).name
 
 
 def _cast_dtype(have: Any, dtype: Any) -> np.dtype[Any]:
@@ -207,8 +217,8 @@ def place(values: np.ndarray, leaf: Leaf, sharding: jax.sharding.Sharding | None
     target = leaf.original
     dtype = np.dtype(leaf.value.dtype)
     if values.dtype != dtype:  # scalars of one kind and another width
-        narrowed = values.astype(dtype)
-        if narrowed.dtype.kind in "iu" and narrowed.astype(values.dtype) != values:
+        narrowed = _narrowed(values, dtype)
+        if narrowed is None:
             raise TreeMismatchError(f"{leaf.label}: the stored value {values} does not fit into {dtype.name}")
         values = narrowed
     if leaf.kind == "scalar":
@@ -227,12 +237,18 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) 
     """An array that owns its memory. Each device gets its shard from the host's copy; None: uncommitted.
 
     Raises:
-      TreeMismatchError: JAX's widest type (without `jax_enable_x64`) does not hold the values.
+      TreeMismatchError: The sharding does not fit the shape, or JAX's widest type (without `jax_enable_x64`) does not
+        hold the values.
     """
     values = _as_jax_would(values, label)
     if sharding is None:
         return _owned(values, None)
-    boxes: Mapping[Any, Any] = sharding.addressable_devices_indices_map(values.shape)
+    try:
+        boxes: Mapping[Any, Any] = sharding.addressable_devices_indices_map(values.shape)
+    except (ValueError, IndexError) as error:
+        raise TreeMismatchError(
+            f"{label}: {values.dtype.name}{list(values.shape)} cannot be placed with {sharding}: {error}"
+        ) from error
     shards = [
         _owned(values[(*box, ...)], jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
         for device, box in boxes.items()
@@ -253,14 +269,25 @@ def _owned(values: np.ndarray, place: jax.sharding.Sharding | None) -> Any:
     return array
 
 
+def _narrowed(values: np.ndarray, dtype: Any) -> np.ndarray | None:
+    """The values in another width; None where an integer changes, or a finite number becomes infinite."""
+    with np.errstate(over="ignore"):
+        narrowed = values.astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        fits = narrowed.astype(values.dtype) == values
+    else:
+        fits = np.isfinite(narrowed.astype(np.complex128)) | ~np.isfinite(values.astype(np.complex128))
+    return narrowed if np.all(fits) else None
+
+
 def _as_jax_would(values: np.ndarray, label: str) -> np.ndarray:
     """64-bit values as 32-bit ones where JAX has no others: exactly, or (single floats) as it converts Python's."""
     dtype = jax.dtypes.canonicalize_dtype(values.dtype)
     if dtype == values.dtype:
         return values
-    narrowed = values.astype(dtype)
-    single_float = not values.ndim and dtype.kind in "fc"
-    if not single_float and not np.array_equal(narrowed.astype(values.dtype), values, equal_nan=dtype.kind in "fc"):
+    narrowed = _narrowed(values, dtype)
+    exact = narrowed is not None and np.array_equal(narrowed.astype(values.dtype), values, equal_nan=dtype.kind in "fc")
+    if narrowed is None or (values.ndim and not exact):
         raise TreeMismatchError(
             f"{label}: the stored {values.dtype.name} values do not fit into {dtype.name}, the widest of JAX without "
             "jax_enable_x64; set that, load to the host (no sharding), or cast floats with dtype="

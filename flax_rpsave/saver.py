@@ -6,7 +6,7 @@ import functools
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding
 from flax_rpsave.agreement import Group
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory
-from flax_rpsave.errors import ConfigError, SaveError
+from flax_rpsave.documents import DOCUMENT_NAMES
+from flax_rpsave.errors import ConfigError, SaveError, UnsupportedLeafError
 from flax_rpsave.leaves import Leaf, flatten
 from flax_rpsave.planner import layout_of, plan_leaves
 from flax_rpsave.snapshot import Snapshotter
@@ -75,6 +76,7 @@ class Saver:
         leaves, _ = flatten(state)
         if not any(leaf.is_array or leaf.kind == "string" for leaf in leaves):
             raise SaveError(f"step {step}: the state has no array, number or string, so there is nothing to save")
+        _check_saveable(leaves, self.config.storage.use_ocdbt)
         snapshotter = self._snapshotter_for(leaves)
         arrays = [leaf for leaf in leaves if leaf.is_array]
         run = self.writer.start(
@@ -140,6 +142,17 @@ class Saver:
                     budget, plan.process_bytes.get(jax.process_index(), 0) / 1e9, self._snapshotter.groups,
                 )  # fmt: skip
         return self._snapshotter
+
+
+def _check_saveable(leaves: Sequence[Leaf], use_ocdbt: bool) -> None:
+    for leaf in leaves:
+        if isinstance(leaf.original, jax.ShapeDtypeStruct):
+            raise UnsupportedLeafError(f"leaf {leaf.label} is a ShapeDtypeStruct: a shape, but no values to save")
+        if not use_ocdbt and leaf.is_array and leaf.name.partition("/")[0] in DOCUMENT_NAMES:
+            raise UnsupportedLeafError(
+                f"leaf {leaf.label} would lie where a document of the checkpoint does; rename its key, or use the "
+                "OCDBT format (storage.use_ocdbt: true)"
+            )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -304,7 +304,8 @@ class Writer:
 
     def start(self, request: SaveRequest) -> SaveRun:
         """Begins a save; the one before must have ended."""
-        assert not self.running
+        if self.running:
+            raise SaveError(f"step {request.step}: another save is under way; call the callback from one thread only")
         self._logged = None
         run = SaveRun(request, self._group, self.context)
         thread = threading.Thread(target=self._work, args=(run,), name=f"rpsave-{request.step}")
