@@ -189,7 +189,7 @@ def _family(dtype: Any) -> str:
     for family in (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating):
         if jnp.issubdtype(dtype, family):
             return str(family.__name__)
-    return np.dtype(dtype).name
+    return str(np.dtype(dtype).name)
 
 
 def _cast_dtype(have: Any, dtype: Any) -> np.dtype[Any]:
