@@ -361,8 +361,10 @@ def _check_names(leaves: Sequence[Leaf]) -> None:
                 )
     for leaf in leaves:
         for key in leaf.path:
-            if "\x00" in key or not _is_unicode(key):
-                raise UnsupportedLeafError(f"leaf {leaf.name!r} has a key that is no text without NUL; rename it.")
+            if "\x00" in key:
+                raise UnsupportedLeafError(f"leaf {leaf.name!r} has a NUL character in a key; rename it.")
+            if not _is_unicode(key):
+                raise UnsupportedLeafError(f"leaf {leaf.name!r} has a key that is no Unicode text; rename it.")
 
 
 def _is_unicode(key: str) -> bool:
