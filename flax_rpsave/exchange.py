@@ -19,6 +19,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flax_rpsave.planner import chunk_box
+
 _ROUND_NBYTES = 32 << 20  # what each process contributes to a round, about
 
 Box = tuple[slice, ...]
@@ -86,7 +88,7 @@ def assign(
 def chunk_boxes(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Box]]:
     """Every chunk of a regular grid: its index, and the part of the array that it holds."""
     for index in itertools.product(*(range(-(-n // c)) for n, c in zip(shape, chunk_shape, strict=True))):
-        yield index, tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(index, chunk_shape, shape, strict=True))
+        yield index, chunk_box(index, shape, chunk_shape)
 
 
 def exchange(

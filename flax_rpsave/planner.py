@@ -20,7 +20,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,18 +171,9 @@ class LeafPlan:
         """Where slice t begins within its shard."""
         return tuple(int(i) * c for i, c in zip(np.unravel_index(t, self.grid), self.chunk_shape, strict=True))
 
-    def chunks(self) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-        """Every stored chunk: its index in the chunk grid, and the part of the global array that it holds."""
-        counts = [-(-n // c) if n else 0 for n, c in zip(self.layout.shape, self.chunk_shape, strict=True)]
-        for index in itertools.product(*map(range, counts)):
-            yield index, self.chunk_box(index)
-
     def chunk_box(self, index: tuple[int, ...]) -> tuple[slice, ...]:
         """The part of the global array that a chunk holds."""
-        return tuple(
-            slice(i * c, min((i + 1) * c, n))
-            for i, c, n in zip(index, self.chunk_shape, self.layout.shape, strict=True)
-        )
+        return chunk_box(index, self.layout.shape, self.chunk_shape)
 
 
 @dataclass(frozen=True)
@@ -244,6 +235,11 @@ class SavePlan:
             f"{self.process_balance:.4f} over {len(self.process_bytes)} processes"
         )
         return "\n".join(lines)
+
+
+def chunk_box(index: tuple[int, ...], shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """The part of an array that a chunk of a regular grid holds, without the padding of the last ones."""
+    return tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(index, chunk_shape, shape, strict=True))
 
 
 def plan_leaves(layouts: Sequence[LeafLayout], options: ReplicaParallelConfig) -> SavePlan:

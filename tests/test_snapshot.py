@@ -16,6 +16,7 @@ from models import adam_state, replicated
 
 from flax_rpsave import owner_slices
 from flax_rpsave.config import ReplicaParallelConfig
+from flax_rpsave.exchange import chunk_boxes
 from flax_rpsave.leaves import flatten
 from flax_rpsave.planner import layout_of, plan_leaves
 from flax_rpsave.snapshot import Snapshotter
@@ -67,7 +68,7 @@ def host_copy(state):
 def put_together(plan, pieces):
     """{name: (dtype, shape, bytes)} from chunks; each chunk of the plan must be there once."""
     arrays = [np.empty(leaf.layout.shape, leaf.layout.dtype) for leaf in plan.leaves]
-    missing = [{index for index, _ in leaf.chunks()} for leaf in plan.leaves]
+    missing = [{index for index, _ in chunk_boxes(leaf.layout.shape, leaf.chunk_shape)} for leaf in plan.leaves]
     for piece in pieces:
         missing[piece.leaf].remove(piece.chunk)
         arrays[piece.leaf][plan.leaves[piece.leaf].chunk_box(piece.chunk)] = piece.data
