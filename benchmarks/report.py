@@ -73,6 +73,7 @@ RESTORING = (
     READ,
     Measure("from disk, GB", "restore", "storage_read_bytes", unit=1e9),
     Measure("shared by replicas, GB", "restore", "shared_bytes", unit=1e9),
+    Measure("restore + first donated step, s", "restore", "restore_and_step_secs"),
     Measure("peak of the first, GB", "restore", "peak_bytes", first=True, unit=1e9),
 )
 

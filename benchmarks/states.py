@@ -167,6 +167,11 @@ def _unaligned(values: np.ndarray) -> np.ndarray:
     return copy
 
 
+def negated(state: PyTree) -> PyTree:
+    """The cheapest of train steps: it reads every byte and writes every byte."""
+    return jax.tree.map(lambda x: -x, state)
+
+
 def shared_bytes(state: PyTree) -> int:
     """Bytes of replicas that are not there: CPU devices may all have the same host memory for a restored array.
 

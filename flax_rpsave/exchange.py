@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from flax_rpsave import host_memory
 from flax_rpsave.planner import chunk_box
 
 _ROUND_NBYTES = 32 << 20  # what each process contributes to a round, about
@@ -132,7 +133,7 @@ def exchange(
                 places[chunk.name, chunk.index] = (reader, offset)
                 offset += chunk.nbytes
         for name in names:
-            values = np.empty(arrays[name].shape, arrays[name].dtype)
+            values = host_memory.empty(arrays[name].shape, arrays[name].dtype)
             for chunk in assignment[name]:
                 key = (chunk.name, chunk.index)
                 if key in own:

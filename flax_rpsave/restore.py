@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore as ts
 
-from flax_rpsave import _compat
+from flax_rpsave import _compat, host_memory
 from flax_rpsave.documents import TreeEntry
 from flax_rpsave.errors import TreeMismatchError
 from flax_rpsave.exchange import Chunk, StoredArray, assign, exchange
@@ -224,7 +224,7 @@ def place(values: np.ndarray, leaf: Leaf, sharding: jax.sharding.Sharding | None
     if leaf.kind == "scalar":
         return values[()] if isinstance(target, np.generic) else type(target)(values.item())
     if leaf.kind == "np.ndarray":
-        return np.array(values, dtype=target.dtype, order="C")  # its byte order, too
+        return np.asarray(values, dtype=target.dtype, order="C")  # its byte order, too
     if sharding is None and (not isinstance(target, jax.Array) or target.committed):
         sharding = leaf.value.sharding
     array = put(values, sharding, leaf.label)
@@ -234,7 +234,12 @@ def place(values: np.ndarray, leaf: Leaf, sharding: jax.sharding.Sharding | None
 
 
 def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) -> Any:
-    """An array that owns its memory. Each device gets its shard from the host's copy; None: uncommitted.
+    """An array that can be donated. Each device gets its shard from the host's copy.
+
+    Args:
+      values: The global values. Nobody may write to them from here on: CPU devices that hold the same part share it.
+      sharding: Where they go; None: uncommitted, on the default device.
+      label: Of the leaf, for errors.
 
     Raises:
       TreeMismatchError: The sharding does not fit the shape, or JAX's widest type (without `jax_enable_x64`) does not
@@ -249,10 +254,18 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) 
         raise TreeMismatchError(
             f"{label}: {values.dtype.name}{list(values.shape)} cannot be placed with {sharding}: {error}"
         ) from error
-    shards = [
-        _owned(values[(*box, ...)], jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
-        for device, box in boxes.items()
-    ]
+    replicas: dict[str, list[Any]] = {}
+    for device, box in boxes.items():
+        replicas.setdefault(str(box), []).append(device)
+    shards = []
+    for devices in replicas.values():
+        part = values[(*boxes[devices[0]], ...)]
+        places = [jax.sharding.SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
+        if len(devices) > 1 and devices[0].platform == "cpu":
+            part = host_memory.aligned(part)
+            shards += [jax.device_put(part, place) for place in places]
+        else:
+            shards += [_owned(part, place) for place in places]
     return jax.make_array_from_single_device_arrays(values.shape, sharding, shards, dtype=values.dtype)
 
 
@@ -260,7 +273,7 @@ def _owned(values: np.ndarray, place: jax.sharding.Sharding | None) -> Any:
     """A copy on one device.
 
     `may_alias=False` is heeded for arrays, but not for NumPy memory that a CPU device can use as it lies (jax 0.10 to
-    0.12): replicas would share it, and a donated array would not give it to the next one.
+    0.12): the first donated step would then have to copy what it could have taken over.
     """
     array = jax.device_put(values, place, may_alias=False)
     on_cpu = next(iter(array.devices())).platform == "cpu"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from flax_rpsave import documents
+from flax_rpsave import documents, host_memory
 from flax_rpsave.directory import Directory, brief
 from flax_rpsave.documents import Tree, TreeEntry
 from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError, RPSaveError, StorageError
@@ -112,25 +111,21 @@ class Stored:
           CorruptCheckpointError: A chunk is missing or changed.
         """
         waiting = iter(arrays.items())
-        ahead: deque[tuple[str, ts.TensorStore, Any]] = deque()
+        ahead: deque[tuple[str, np.ndarray, Any]] = deque()
         nbytes = 0
-
-        def nbytes_of(array: ts.TensorStore) -> int:
-            return math.prod(array.shape) * int(array.dtype.numpy_dtype.itemsize)
-
         while True:
             while (nbytes < _IN_FLIGHT_NBYTES or not ahead) and (following := next(waiting, None)) is not None:
                 name, array = following
-                ahead.append((name, array, array.read()))
-                nbytes += nbytes_of(array)
+                values = host_memory.empty(array.shape, array.dtype.numpy_dtype)
+                ahead.append((name, values, ts.array(values, dtype=array.dtype, copy=False).write(array)))
+                nbytes += values.nbytes
             if not ahead:
                 return
-            name, array, future = ahead.popleft()
+            name, values, future = ahead.popleft()
             with _Reading(f"leaf {name} of {self.item}"):
-                values = future.result()
-            nbytes -= nbytes_of(array)
-            del future
-            self._verify(name, array, values)
+                future.result()
+            nbytes -= values.nbytes
+            self._verify(name, arrays[name], values)
             yield name, values
 
     def read_chunks(

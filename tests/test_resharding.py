@@ -1,4 +1,4 @@
-"""What was saved on some devices is restored on any others, bit-equal, and is the train loop's own memory."""
+"""What was saved on some devices is restored on any others, bit-equal, and can be donated to the train loop."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import flax_rpsave as rps
-from flax_rpsave import CheckpointCallback
+from flax_rpsave import CheckpointCallback, host_memory
 from flax_rpsave.restore import put
 from tests.trees import abstract, assert_same_tree, blank, mesh_of, on, values
 
@@ -140,7 +140,7 @@ def test_a_mesh_in_another_device_order_is_another_place(tmp_path):
         assert_same_tree(rps.load(tmp_path / str(number), blank(state[1])), state[1])
 
 
-OWN = [
+DONATED = [
     ("8 replicated", "4x2 sharded"),
     ("4x2 sharded", "8 replicated"),
     ("4x2 sharded", "1"),
@@ -148,24 +148,44 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "restored"), OWN)
-def test_restored_arrays_own_their_memory_and_can_be_donated(run_on, saved, restored):
-    """The step takes over their buffers and nothing else changes, whoever is restored from the same chunks."""
+def pointers_of(arrays):
+    """Where each array's shards lie: a dict from part to the addresses of its replicas."""
+    return [
+        {index: [s.data.unsafe_buffer_pointer() for s in shards] for index, shards in by_part(x).items()}
+        for x in arrays
+    ]
+
+
+def by_part(array):
+    groups = {}
+    for shard in array.addressable_shards:
+        groups.setdefault(str(shard.index), []).append(shard)
+    return groups
+
+
+@pytest.mark.parametrize(("saved", "restored"), DONATED)
+def test_restored_arrays_can_be_donated(run_on, saved, restored):
+    """A step takes them over and nothing else changes, whoever is restored from the same chunks."""
     wanted = state_on(restored)
     found = rps.load(run_on(saved), abstract(wanted))
     other = rps.load(run_on(saved), abstract(wanted))
     del wanted
     arrays = [x for x in jax.tree.leaves(found) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
-    pointers = [s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards]
-    assert len(set(pointers)) == len(pointers)  # no two shards share memory, not of replicas either
+    parts = [replicas for parts in pointers_of(arrays) for replicas in parts.values()]
+    assert all(len(set(replicas)) == 1 for replicas in parts)  # one piece of memory for all devices that hold the same
+    assert len({replicas[0] for replicas in parts}) == len(parts)
+    alone = {replicas[0] for replicas in parts if len(replicas) == 1}
     step = jax.jit(lambda xs: [x + jnp.ones((), x.dtype) for x in xs], donate_argnums=0)
     stepped = step(arrays)
     assert all(x.is_deleted() for x in arrays)
-    reused = {s.data.unsafe_buffer_pointer() for x in stepped for s in x.addressable_shards}
-    assert reused <= set(pointers)
+    after = [p for parts in pointers_of(stepped) for replicas in parts.values() for p in replicas]
+    assert len(set(after)) == len(after)  # from here on each device has its own
+    assert alone <= set(after)  # and where it had before, it still is the same
     plain = [x for x in jax.tree.leaves(other) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
-    for before, after in zip(plain, stepped, strict=True):
-        assert np.array_equal(np.asarray(before) + np.ones((), before.dtype), np.asarray(after))
+    for before, one_more in zip(plain, stepped, strict=True):
+        for shard in one_more.addressable_shards:
+            expected = np.asarray(before)[shard.index] + np.ones((), before.dtype)
+            assert np.array_equal(np.asarray(shard.data), expected)
     assert_same_tree(other, state_on(restored))
 
 
@@ -181,16 +201,14 @@ def test_uncommitted_restored_arrays_can_be_donated(tmp_path):
     assert np.array_equal(stepped["w"], 2 * state["w"])
 
 
-@pytest.mark.parametrize("where", ["uncommitted", "one device", "replicated", "sharded"])
-def test_memory_that_a_cpu_device_could_share_is_copied(where):
-    """`device_put(…, may_alias=False)` shares NumPy memory that is aligned to 64 bytes all the same."""
-    room = np.zeros((64 * 64 + 16) * 4, np.uint8)
-    start = -room.ctypes.data % 64
-    source = room[start : start + 64 * 64 * 4].view(np.float32).reshape(64, 64)
+@pytest.mark.parametrize("where", ["uncommitted", "one device", "sharded"])
+def test_memory_that_only_one_cpu_device_could_use_as_it_lies_is_copied(where):
+    """`device_put(…, may_alias=False)` uses NumPy memory that is aligned to 64 bytes all the same."""
+    source = host_memory.empty((64, 64), np.float32)
+    source[...] = 0
     sharding = {
         "uncommitted": None,
         "one device": jax.sharding.SingleDeviceSharding(jax.devices()[3]),
-        "replicated": on(mesh_of((8,))),
         "sharded": on(mesh_of((8,)), "data"),
     }[where]
     array = put(source, sharding, "x")
@@ -198,9 +216,22 @@ def test_memory_that_a_cpu_device_could_share_is_copied(where):
     stepped = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
     assert [shard.data.unsafe_buffer_pointer() for shard in stepped.addressable_shards] == pointers
     assert len(set(pointers)) == len(pointers)
-    assert (source == 0).all()
     source[:] = 5
     assert (np.asarray(stepped) == 1).all()
+
+
+def test_replicas_on_cpu_devices_share_memory_until_they_are_donated():
+    """Nobody pays for eight copies who only evaluates; the host's copy is never written to."""
+    source = host_memory.empty((64, 64), np.float32)
+    source[...] = 0
+    array = put(source, on(mesh_of((8,))), "x")
+    pointers = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
+    assert pointers == {source.ctypes.data}
+    stepped = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
+    assert array.is_deleted()
+    assert len({shard.data.unsafe_buffer_pointer() for shard in stepped.addressable_shards} - pointers) == 8
+    assert all((np.asarray(shard.data) == 1).all() for shard in stepped.addressable_shards)
+    assert (source == 0).all()
 
 
 IN_ANOTHER_PROCESS = """
