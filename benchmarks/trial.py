@@ -98,7 +98,7 @@ def restore(request: Request) -> dict[str, Any]:
     abstract = states.CASES[request.case].abstract(request.scale)
     digests = json.loads((root / "digests.json").read_text())
     (step,) = [int(path.name) for path in (root / "checkpoints").iterdir() if path.name.isdigit()]
-    step = jax.jit(states.negated, donate_argnums=0).lower(abstract).compile()
+    donating = jax.jit(states.negated, donate_argnums=0).lower(abstract).compile()
     meter, restores, state = meters.Meter(), [], None
     for _ in range(request.repeats + 1):
         peer = peers.PEERS[request.peer].open(root / "checkpoints")
@@ -112,7 +112,7 @@ def restore(request: Request) -> dict[str, Any]:
         wrong = states.differences(state, abstract, digests)
         shared_bytes = states.shared_bytes(state)
         began = time.perf_counter()
-        state = jax.block_until_ready(step(state))
+        state = jax.block_until_ready(donating(state))
         first_step_secs = time.perf_counter() - began
         restores.append(
             {
