@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -247,39 +247,37 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) 
     """
     values = _as_jax_would(values, label)
     if sharding is None:
-        return _owned(values, None)
+        return _owned(jax.device_put(values), [values])
     try:
         boxes: Mapping[Any, Any] = sharding.addressable_devices_indices_map(values.shape)
     except (ValueError, IndexError) as error:
         raise TreeMismatchError(
             f"{label}: {values.dtype.name}{list(values.shape)} cannot be placed with {sharding}: {error}"
         ) from error
-    replicas: dict[str, list[Any]] = {}
-    for device, box in boxes.items():
-        replicas.setdefault(str(box), []).append(device)
-    shards = []
-    for devices in replicas.values():
-        part = values[(*boxes[devices[0]], ...)]
-        places = [jax.sharding.SingleDeviceSharding(d, memory_kind=sharding.memory_kind) for d in devices]
-        if len(devices) > 1 and devices[0].platform == "cpu":
-            part = host_memory.aligned(part)
-            shards += [jax.device_put(part, place) for place in places]
-        else:
-            shards += [_owned(part, place) for place in places]
-    return jax.make_array_from_single_device_arrays(values.shape, sharding, shards, dtype=values.dtype)
+    parts = {str(box): values[(*box, ...)] for box in boxes.values()}
+    if len(parts) < len(boxes) and _on_cpu(boxes):
+        parts = {key: host_memory.aligned(part) for key, part in parts.items()}
+        return jax.make_array_from_callback(values.shape, sharding, lambda box: parts[str(box)], dtype=values.dtype)
+    array = jax.make_array_from_callback(values.shape, sharding, lambda box: parts[str(box)], dtype=values.dtype)
+    return _owned(array, parts.values())
 
 
-def _owned(values: np.ndarray, place: jax.sharding.Sharding | None) -> Any:
-    """A copy on one device.
+def _owned(array: Any, sources: Iterable[np.ndarray]) -> Any:
+    """The array, copied where a CPU device uses a source's memory as it lies.
 
-    `may_alias=False` is heeded for arrays, but not for NumPy memory that a CPU device can use as it lies (jax 0.10 to
-    0.12): the first donated step would then have to copy what it could have taken over.
+    No argument keeps JAX (0.10 to 0.12) from doing so with NumPy memory that is aligned, and the first donated step would
+    have to copy what it could have taken over.
     """
-    array = jax.device_put(values, place, may_alias=False)
-    on_cpu = next(iter(array.devices())).platform == "cpu"
-    if on_cpu and array.size and array.unsafe_buffer_pointer() == values.ctypes.data:
-        array = jax.device_put(array, place, may_alias=False)
+    if not array.size or not _on_cpu(array.devices()):
+        return array
+    addresses = {source.ctypes.data for source in sources}
+    if any(shard.data.unsafe_buffer_pointer() in addresses for shard in array.addressable_shards):
+        return jax.device_put(array, array.sharding if array.committed else None, may_alias=False)
     return array
+
+
+def _on_cpu(devices: Iterable[Any]) -> bool:
+    return any(device.platform == "cpu" for device in devices)
 
 
 def _narrowed(values: np.ndarray, dtype: Any) -> np.ndarray | None:
