@@ -151,6 +151,13 @@ class Entry:
         return self.make(directory, **self.options)
 
 
+def _other(directory: Path, name: str) -> Peer:
+    """A peer of `other_peers`; loaded here, so that the trial of another peer does not load it."""
+    from benchmarks import other_peers
+
+    return getattr(other_peers, name)(directory)
+
+
 _FASTEST = {"use_ocdbt": False, "use_zarr3": True, "use_compression": False}
 
 PEERS = {
@@ -160,4 +167,7 @@ PEERS = {
     "orbax_single": Entry("Orbax single-replica", OrbaxPyTree, {"replica_parallel": False}),
     "orbax_tuned": Entry("Orbax tuned, replica-parallel", OrbaxPyTree, {"replica_parallel": True} | _FASTEST),
     "orbax_tuned_single": Entry("Orbax tuned, single-replica", OrbaxPyTree, {"replica_parallel": False} | _FASTEST),
+    "orbax_v1": Entry("Orbax v1 save_async", _other, {"name": "OrbaxV1"}),
+    "jax_serialization": Entry("jax.experimental array_serialization", _other, {"name": "JaxSerialization"}),
+    "numpy": Entry("np.savez, one replica", _other, {"name": "NumpyFile"}),
 }
