@@ -91,8 +91,8 @@ def save(request: Request) -> dict[str, Any]:
 def restore(request: Request) -> dict[str, Any]:
     """Restores what `save` left `1 + repeats` times from cold files; every restore is compared bit by bit.
 
-    Each is followed by a step that is given the state as a donation and does next to nothing: replicas that share memory
-    get their own there.
+    Each is followed by a step that is given the state as a donation and does next to nothing: replicas that share
+    memory get their own there.
     """
     root = Path(request.directory)
     abstract = states.CASES[request.case].abstract(request.scale)

@@ -265,8 +265,8 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) 
 def _owned(array: Any, sources: Iterable[np.ndarray]) -> Any:
     """The array, copied where a CPU device uses a source's memory as it lies.
 
-    No argument keeps JAX (0.10 to 0.12) from doing so with NumPy memory that is aligned, and the first donated step would
-    have to copy what it could have taken over.
+    No argument keeps JAX (0.10 to 0.12) from doing so with NumPy memory that is aligned, and the first donated step
+    would have to copy what it could have taken over.
     """
     if not array.size or not _on_cpu(array.devices()):
         return array
