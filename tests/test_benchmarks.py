@@ -120,3 +120,26 @@ def test_a_flipped_bit_in_one_replica_is_found():
     flipped = {"array": jax.device_put(host, state["array"].sharding)}
     (found,) = states.differences(flipped, abstract, digests)
     assert "['array']: bytes on" in found
+
+
+def test_gpu_script_runs_on_any_device(tmp_path):
+    out = tmp_path / "gpu.json"
+    tiny = ["--scale", "0.001", "--rounds", "1", "--seconds", "0.2", "--size", "64"]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *tiny, "--dir", str(tmp_path), "--out", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert set(found["dtypes"]) == {"float32", "bfloat16"}
+    assert found["dtypes"]["bfloat16"]["state_bytes"] < 0.51 * found["dtypes"]["float32"]["state_bytes"]
+    for case in found["dtypes"].values():
+        for peer in case["peers"].values():
+            assert len(peer["blocking_secs"]) == len(peer["commit_secs"]) == 1
+            assert peer["loop_step_secs"]
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
+    assert "flax_rpsave" in done.stdout
