@@ -3,7 +3,7 @@
     python -m benchmarks.gpu                            GPT-2 small under Adam in float32, then in bfloat16
     python -m benchmarks.gpu --scale 0.001 --seconds 1  a tiny state, to see that all of it runs (on CPU, too)
 
-It answers: how long the call blocks, against a copy of the state on the device; how fast the snapshot comes to the host,
+It answers: how long the call blocks, against a copy of the state on the device; how fast the snapshot comes to host,
 against one large copy to pageable and to pinned memory; and what a running matmul loop loses while a save is
 under way, ours beside Orbax's defaults. Sides take turns within one run; the file has every value, the table medians
 with min and max.

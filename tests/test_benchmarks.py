@@ -6,7 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import optax
 import pytest
+
+import flax_rpsave
+from benchmarks import compression
 
 ROOT = Path(__file__).parent.parent
 
@@ -143,3 +148,14 @@ def test_gpu_script_runs_on_any_device(tmp_path):
             assert peer["loop_step_secs"]
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
     assert "flax_rpsave" in done.stdout
+
+
+def test_compression_script_compares_codecs_on_a_checkpoint(tmp_path):
+    params = {"kernel": np.linspace(-1, 1, 5000, dtype=np.float32)}
+    flax_rpsave.save(tmp_path / "one", {"params": params, "opt_state": optax.adam(1e-3).init(params)})
+    out = tmp_path / "found.json"
+    compression.main(["--checkpoint", str(tmp_path / "one"), "--rounds", "1", "--megabytes", "0", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert {case.split("/")[1] for case in found} == {"float32", "bfloat16"}
+    assert all(turn["ratio"] == 1 for case, turns in found.items() if case.endswith("/null") for turn in turns)
+    assert all(turn["ratio"] < 0.1 for turn in found["second moments/float32/zstd 1"])  # zeros
