@@ -1,5 +1,6 @@
 """Replica-parallel, asynchronous checkpoints for Flax and Optax training loops, in the format of Orbax."""
 
+from flax_rpsave._version import __version__ as __version__
 from flax_rpsave.api import load, plan, save
 from flax_rpsave.callback import CheckpointCallback
 from flax_rpsave.config import CheckpointConfig, KeepBestConfig, ReplicaParallelConfig, StorageConfig
@@ -18,8 +19,6 @@ from flax_rpsave.errors import (
 )
 from flax_rpsave.planner import LeafPlan, SavePlan
 from flax_rpsave.writer import SaveStats
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointCallback",

@@ -30,6 +30,7 @@ logger = logging.getLogger("flax_rpsave")
 _STEP = re.compile(r"[0-9]+")
 _TMP = ".orbax-checkpoint-tmp"
 _LEFTOVER = re.compile(rf"[0-9]+{re.escape(_TMP)}-(deleted-)?[0-9a-f]{{8}}")
+_ASIDE = ("abandoned", "damaged")
 _WRITING = ".rpsave-writing"
 PROCESS_DATABASE = "ocdbt.process_"
 """Each process's own database in an item's directory; the merged one refers to its data files."""
@@ -44,6 +45,24 @@ def committed_steps(root: Directory) -> dict[int, str]:
 def is_committed(step: Directory) -> bool:
     """Whether a directory named as a step is one: a rename made it, or it has its marker."""
     return step.renames or step.read(documents.COMMIT) is not None
+
+
+def step_number(name: str) -> int | None:
+    """The step that a directory of this name is of, or None."""
+    return int(name) if _STEP.fullmatch(name) else None
+
+
+def state_of(place: Directory) -> tuple[int, str] | None:
+    """(step, state) of what a run's directory has under a name: see `survey.StepRow`; None for what is no step's."""
+    number, _, rest = place.name.partition(".")
+    if (step := step_number(number)) is None:
+        return None
+    if not rest:
+        return step, "committed" if is_committed(place) else "incomplete"
+    if f".{rest}".startswith(_TMP):
+        return step, "deleting" if rest.partition("-tmp-")[2].startswith("deleted-") else "incomplete"
+    why = rest.partition("-")[0]
+    return (step, why) if why in _ASIDE else None
 
 
 def prepare(final: Directory, nonce: str) -> Directory:
@@ -136,7 +155,13 @@ def publish(step: Directory, item: Directory, final: Directory, files: Mapping[s
 
 
 def move_aside(step: Directory, why: str, nonce: str) -> Directory:
-    """Gives a step's directory a name under which it is no step any more, and returns it."""
+    """Gives a step's directory a name under which it is no step any more, and returns it.
+
+    Args:
+      step: The directory.
+      why: "abandoned" or "damaged".
+      nonce: Of the run.
+    """
     first = f"{step.name}.{why}-{nonce}"
     taken = step.parent.children()
     names = itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2)))

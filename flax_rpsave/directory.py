@@ -62,6 +62,10 @@ class Directory(ABC):
         """A file's bytes, or None where there is none."""
 
     @abstractmethod
+    def nbytes(self) -> int | None:
+        """Bytes of all files in it and below; None where the storage does not tell."""
+
+    @abstractmethod
     def write(self, name: str, data: bytes) -> None:
         """Writes a file durably; its name is durable after `sync`."""
 
@@ -139,6 +143,14 @@ class FileDirectory(Directory):
             return (self.path / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+    def nbytes(self) -> int:  # noqa: D102
+        total = 0
+        for folder, _, names in os.walk(self.path):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # a save or a deletion is under way
+                    total += os.lstat(os.path.join(folder, name)).st_size
+        return total
 
     def write(self, name: str, data: bytes) -> None:  # noqa: D102
         path = self.path / name
@@ -219,6 +231,9 @@ class ObjectDirectory(Directory):
         with explained(f"{self}/{name} cannot be read", StorageError):
             found = self._store().read(name).result()
         return bytes(found.value) if found.state == "value" else None
+
+    def nbytes(self) -> None:
+        """TensorStore lists objects without their sizes."""
 
     def write(self, name: str, data: bytes) -> None:  # noqa: D102
         with explained(f"{self}/{name} cannot be written", StorageError):

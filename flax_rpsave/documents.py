@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import base64
 import functools
+import importlib.metadata
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ import orbax.checkpoint as ocp
 import xxhash
 from jax.sharding import SingleDeviceSharding
 
+from flax_rpsave._version import __version__
 from flax_rpsave.errors import CorruptCheckpointError
 from flax_rpsave.leaves import Leaf
 from flax_rpsave.planner import LeafPlan, as_named_sharding
@@ -139,6 +141,27 @@ def build_shardings(leaves: Sequence[Leaf]) -> bytes:
     return _json(shardings)
 
 
+def parse_shardings(data: bytes, where: str) -> dict[str, str]:
+    """Each leaf's sharding in one line, by its name; needs none of the devices that it names.
+
+    "P(data, None) on (data=8, model=2)" for a sharding over a mesh, else the device or the kind.
+    """
+    with _Parsing(where):
+        return {
+            base64.urlsafe_b64decode(name).decode(): _sharding_in_short(json.loads(text))
+            for name, text in json.loads(data).items()
+        }
+
+
+def _sharding_in_short(sharding: Mapping[str, Any]) -> str:
+    kind = str(sharding["sharding_type"])
+    if kind != "NamedSharding":
+        return str(sharding.get("device_str", kind))
+    mesh = ", ".join(f"{axis}={size}" for axis, size in zip(sharding["axis_names"], sharding["shape"], strict=True))
+    spec = ", ".join("+".join(part) if isinstance(part, list) else str(part) for part in sharding["partition_spec"])
+    return f"P({spec}) on ({mesh})"
+
+
 @functools.lru_cache(maxsize=4096)
 def _sharding_text(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> str:
     if isinstance(sharding, SingleDeviceSharding):
@@ -202,8 +225,15 @@ def build_checkpoint(
         "performance_metrics": {},
         "init_timestamp_nsecs": begun_ns,
         "commit_timestamp_nsecs": time.time_ns(),
-        "custom_metadata": {"flax_rpsave": {"format": FORMAT_VERSION, **own}},
+        "custom_metadata": {"flax_rpsave": {"format": FORMAT_VERSION, "versions": _versions(), **own}},
     })  # fmt: skip
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    """Versions of what writes: for a reader who wonders why it cannot read this."""
+    others = {name: importlib.metadata.version(name) for name in ("jax", "orbax-checkpoint", "tensorstore")}
+    return {"flax_rpsave": __version__, **others}
 
 
 def parse_checkpoint(data: bytes, where: str) -> dict[str, Any]:
@@ -212,6 +242,7 @@ def parse_checkpoint(data: bytes, where: str) -> dict[str, Any]:
         document = json.loads(data)
         return {
             "metrics": dict(document.get("metrics") or {}),
+            "committed_ns": document.get("commit_timestamp_nsecs"),
             "own": dict((document.get("custom_metadata") or {}).get("flax_rpsave") or {}),
         }
 
@@ -221,21 +252,31 @@ def build_commit(documents: Mapping[str, bytes]) -> bytes:
     return seal(_json({name: digest(data) for name, data in documents.items()}))
 
 
-def check_commit(marker: bytes, documents: Mapping[str, bytes | None], where: str) -> None:
+def is_stock_marker(marker: bytes) -> bool:
+    """Whether `commit_success.txt` is that of stock Orbax, which has no digests."""
+    return marker.startswith(_STOCK_COMMIT)
+
+
+def commit_faults(marker: bytes, documents: Mapping[str, bytes | None], where: str) -> Iterator[tuple[str, str]]:
     """Compares documents with the digests in `commit_success.txt`; a stock one has none.
 
-    Raises:
-      CorruptCheckpointError: One is missing or changed.
+    Yields:
+      (name, what is wrong) of the marker itself, or of each document that is missing or was changed.
     """
-    if marker.startswith(_STOCK_COMMIT):
+    if is_stock_marker(marker):
         return
-    expected = json.loads(unseal(marker, f"{where}/{COMMIT}"))
+    try:
+        with _Parsing(f"{where}/{COMMIT}"):
+            expected = dict(json.loads(unseal(marker, f"{where}/{COMMIT}")))
+    except CorruptCheckpointError as error:
+        yield COMMIT, str(error)
+        return
     for name, wanted in expected.items():
         data = documents.get(name)
         if data is None:
-            raise CorruptCheckpointError(f"{where}/{name} is missing")
-        if digest(data) != wanted:
-            raise CorruptCheckpointError(f"{where}/{name} was changed after it was written")
+            yield name, f"{where}/{name} is missing"
+        elif digest(data) != wanted:
+            yield name, f"{where}/{name} was changed after it was written"
 
 
 def build_index(digests: Mapping[str, str]) -> bytes:

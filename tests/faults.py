@@ -4,8 +4,10 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -131,3 +133,17 @@ def mounted(directory: pathlib.Path, options: str) -> Iterator[None]:
 def remount(directory: pathlib.Path, options: str) -> None:
     """Changes the options of a mounted file system."""
     subprocess.run(["mount", "-o", f"remount,{options}", str(directory)], check=True)
+
+
+@contextlib.contextmanager
+def without_rights() -> Iterator[pathlib.Path]:
+    """Yields a world-readable folder of root's, for a block that becomes another user; root again after it."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    folder = pathlib.Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        os.seteuid(0)
+        shutil.rmtree(folder)

@@ -2,10 +2,8 @@
 
 import contextlib
 import os
-import pathlib
 import re
 import shutil
-import tempfile
 
 import faults
 import flax.linen as nn
@@ -145,22 +143,8 @@ def test_a_read_only_directory_is_refused_at_the_start_report_58(finished_run, t
                 (place / "probe").touch()  # the rig works
 
 
-@contextlib.contextmanager
-def without_rights():
-    """Runs the block as a user who owns nothing, in a world-readable folder that is yielded."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
-    folder = pathlib.Path(tempfile.mkdtemp(dir="/tmp"))
-    folder.chmod(0o755)
-    try:
-        yield folder
-    finally:
-        os.seteuid(0)
-        shutil.rmtree(folder)
-
-
 def test_a_directory_of_another_user_is_refused_at_the_start_report_58():
-    with without_rights() as folder:
+    with faults.without_rights() as folder:
         os.seteuid(65534)
         with pytest.raises(rps.ConfigError, match=rf"checkpoint\.directory {folder}/run cannot be written.*Permission"):
             rps.CheckpointCallback(config(folder / "run"))
@@ -168,7 +152,7 @@ def test_a_directory_of_another_user_is_refused_at_the_start_report_58():
 
 @pytest.mark.parametrize("file", ["manifest.ocdbt", "_METADATA", "_CHECKPOINT_METADATA"])
 def test_a_step_that_may_not_be_read_is_an_error_and_not_passed_over(finished_run, file):
-    with without_rights() as folder:
+    with faults.without_rights() as folder:
         shutil.copytree(finished_run, folder / "run")
         (folder / "run").chmod(0o777)
         for path in (folder / "run" / "20").rglob(file):

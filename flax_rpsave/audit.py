@@ -1,0 +1,227 @@
+"""Every byte of a checkpoint that has a digest, compared with it. Needs no device; reads only.
+
+A restore stops at the first thing that is wrong; here all of it is listed, each with the file that it is in: documents,
+the nodes of the database (which carry checksums of their own), every chunk of every array, data-iterator states. What
+is wrong with the storage rather than with the content (denied, unreachable) ends the audit with its `StorageError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+import tensorstore as ts
+
+from flax_rpsave import commit, documents
+from flax_rpsave.directory import Directory
+from flax_rpsave.documents import TreeEntry
+from flax_rpsave.errors import CorruptCheckpointError
+from flax_rpsave.store import (
+    OCDBT_MANIFEST,
+    PRIVATE_PREFIX,
+    chunk_key,
+    document_key,
+    open_database,
+    stored_database,
+)
+from flax_rpsave.stored import Documents, Reading, Stored, open_documents, read_documents
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something in a checkpoint that is not what was written.
+
+    Attributes:
+      file: Where it is, below the step's directory.
+      leaf: The leaf that it concerns, `/` between the keys; None for what concerns all.
+      reason: What is wrong.
+    """
+
+    file: str
+    leaf: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found in one checkpoint.
+
+    Attributes:
+      directory: The step's directory.
+      step: Its number, if it is a step.
+      faults: What is damaged; empty for a sound checkpoint.
+      checked: How many "documents", "nodes" (of databases), "leaves", "chunks" and "bytes" (of values) were read and
+        found good.
+      unverified: How many chunks were read that have no digest: other bytes would not be noticed in them. All, where
+        stock Orbax or `checksum: false` wrote them.
+    """
+
+    directory: str
+    step: int | None
+    faults: tuple[Fault, ...]
+    checked: Mapping[str, int]
+    unverified: int
+
+
+def audit(directory: Directory, step: int | None, item: str | None, context: ts.Context) -> Audit:
+    """Reads and verifies a whole checkpoint.
+
+    Args:
+      directory: The step's directory.
+      step: Its number.
+      item: Name of the item; None takes the only one.
+      context: TensorStore resources.
+
+    Raises:
+      NoCheckpointError: There is no such item, or several and none is named.
+      StorageError: Something cannot be read for a reason other than its content.
+    """
+    found = _Audit(directory, context)
+    found.run(item)
+    return Audit(str(directory), step, tuple(found.faults), dict(found.checked), found.unverified)
+
+
+class _Audit:
+    def __init__(self, directory: Directory, context: ts.Context):
+        self._directory = directory
+        self._context = context
+        self._files: dict[str, str] = {}  # of each key of the database: where its value is
+        self.faults: list[Fault] = []
+        self.checked: Counter[str] = Counter(documents=0, nodes=0, leaves=0, chunks=0, bytes=0)
+        self.unverified = 0
+
+    def run(self, item: str | None) -> None:
+        try:
+            there = read_documents(self._directory, item)
+        except CorruptCheckpointError as error:
+            self._add(documents.TREE, error)
+            return
+        self._prefix = f"{there.item.name}/" if there.item != self._directory else ""
+        sound = self._check_documents(there)
+        for place in ("", *(name for name in there.item.children() if name.startswith(commit.PROCESS_DATABASE))):
+            self._check_database(there.item / place if place else there.item, place)
+        self._check_private(there.item)
+        try:
+            stored = open_documents(sound, self._context)
+        except CorruptCheckpointError as error:
+            if not self.faults:  # else that is why
+                self._add(self._prefix.rstrip("/"), error)
+            return
+        if there.marker is None and stored.ours:
+            self._add(documents.COMMIT, f"{self._directory}/{documents.COMMIT} is missing")
+        self._check_arrays(stored, self._check_leaves(stored))
+
+    def _add(self, file: str, reason: object, leaf: str | None = None) -> None:
+        self.faults.append(Fault(file, leaf, str(reason)))
+
+    def _check_documents(self, there: Documents) -> Documents:
+        """Returns the documents that are what was written."""
+        damaged = dict(there.faults())
+        for name, what in damaged.items():
+            self._add(name, what)
+        found = {name: data for name, data in there.found.items() if name not in damaged}
+        if there.digested:
+            self.checked["documents"] += 1 + sum(data is not None for data in found.values())
+        if there.item != self._directory and (marker := there.item.read(documents.COMMIT)) is not None:
+            for name, what in documents.commit_faults(marker, {}, str(there.item)):
+                self._add(f"{self._prefix}{name}", what)
+        return dataclasses.replace(there, found=found)
+
+    def _check_database(self, place: Directory, name: str) -> None:
+        """Reads every node of a database that the newest version of it has; notes where values are."""
+        if OCDBT_MANIFEST not in place.files():
+            return
+        base = f"{self._prefix}{name}/" if name else self._prefix
+        store = ts.KvStore.open(place.kvstore(), context=self._context).result()
+        try:
+            with Reading(f"{place}/{OCDBT_MANIFEST}"):
+                root = ts.ocdbt.dump(store, context=self._context).result()["versions"][-1]["root"]
+        except CorruptCheckpointError as error:
+            self._add(f"{base}{OCDBT_MANIFEST}", error)
+            return
+        self.checked["nodes"] += 1
+        waiting = [(str(root["location"]), b"")] if "location" in root else []
+        while waiting:
+            location, prefix = waiting.pop()
+            file = base + _file_of(location)
+            try:
+                with Reading(f"{self._directory}/{file}: a node of the database"):
+                    node = ts.ocdbt.dump(store, location, context=self._context).result()
+            except CorruptCheckpointError as error:
+                self._add(file, error)
+                continue
+            self.checked["nodes"] += 1
+            for entry in node["entries"]:
+                if "location" in entry:
+                    waiting.append((str(entry["location"]), prefix + entry["subtree_common_prefix"]))
+                elif not name:
+                    value = entry.get("indirect_value")
+                    key = (prefix + entry["key"]).decode()
+                    self._files[key] = file if value is None else base + _file_of(str(value))
+
+    def _check_private(self, item: Directory) -> None:
+        """What this package put beside the arrays, all of it sealed: digests and data-iterator states."""
+        store = open_database(stored_database(item, OCDBT_MANIFEST in item.files()), self._context)
+        try:
+            with Reading(str(item)):
+                keys = store.list(ts.KvStore.KeyRange(PRIVATE_PREFIX, f"{PRIVATE_PREFIX[:-1]}0")).result()
+        except CorruptCheckpointError:
+            return  # a node of the database, told already
+        for key in sorted(key.decode() for key in keys):
+            try:
+                with Reading(f"{item}/{key}"):
+                    data = store.read(key).result().value
+                documents.unseal(data, f"{item}/{key}")
+            except CorruptCheckpointError as error:
+                self._add(self._file(key), error)
+
+    def _check_leaves(self, stored: Stored) -> dict[str, ts.TensorStore]:
+        """Opens every array, and looks whether its document and the texts are there."""
+        arrays: dict[str, ts.TensorStore] = {}
+        for entry in stored.tree.entries:
+            try:
+                if entry.kind == "string":
+                    stored.string(entry)
+                elif entry.is_array:
+                    arrays.update(stored.open_arrays([entry]))
+            except CorruptCheckpointError as error:
+                self._add(self._document_file(stored, entry), error, "/".join(entry.path) or "(the root)")
+            else:
+                self.checked["leaves"] += 1
+        return arrays
+
+    def _check_arrays(self, stored: Stored, arrays: Mapping[str, ts.TensorStore]) -> None:
+        labels = {entry.name: "/".join(entry.path) or "(the root)" for entry in stored.tree.entries}
+        for name, index, nbytes, error in stored.chunk_faults(arrays):
+            key = chunk_key(name, index) if stored.tree.use_zarr3 else _zarr2_key(name, index)
+            if error is not None:
+                self._add(self._file(key), error, labels[name])
+            elif stored.digests is None or not stored.digests[key]:
+                self.unverified += 1
+            else:
+                self.checked["chunks"] += 1
+                self.checked["bytes"] += nbytes
+
+    def _document_file(self, stored: Stored, entry: TreeEntry) -> str:
+        if entry.kind == "string":
+            return f"{self._prefix}{documents.STRINGS}"
+        if stored.tree.use_zarr3:
+            return self._file(document_key(entry.name))
+        return self._file("/".join([*([entry.name] if entry.name else []), ".zarray"]))
+
+    def _file(self, key: str) -> str:
+        """The file with a key's value: where the database has it, or, where each value is a file, that."""
+        return self._files.get(key, f"{self._prefix}{key}")
+
+
+def _file_of(location: str) -> str:
+    """The file that a reference in a database is to: `type:directory:file:offset:length`, its parts quoted."""
+    _, directory, file, _, _ = location.split(":")
+    return unquote(directory) + unquote(file)
+
+
+def _zarr2_key(name: str, index: tuple[int, ...]) -> str:
+    return "/".join([*([name] if name else []), ".".join(map(str, index)) or "0"])
