@@ -16,7 +16,7 @@ from flax_rpsave import commit
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory, open_directory
 from flax_rpsave.documents import TreeEntry
-from flax_rpsave.errors import NoCheckpointError, StepOrderError, TreeMismatchError
+from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError, StepOrderError, TreeMismatchError
 from flax_rpsave.leaves import flatten, unflatten_to_dicts
 from flax_rpsave.planner import SavePlan, layout_of, plan_leaves
 from flax_rpsave.restore import Fit, cast, put
@@ -25,7 +25,7 @@ from flax_rpsave.store import new_context
 from flax_rpsave.stored import Stored, is_checkpoint, open_checkpoint
 from flax_rpsave.writer import forget
 
-_EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": ()}
+_EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
 
 
 def plan(state: Any, config: CheckpointConfig | Mapping[str, Any] | None = None) -> SavePlan:
@@ -127,7 +127,7 @@ def load(
         [entry.path for entry in entries],
         [entry.key_types for entry in entries],
         [
-            values[e.name] if e.is_array else stored.string(e) if e.kind == "string" else _EMPTY.get(e.kind)
+            values[e.name] if e.is_array else stored.string(e) if e.kind == "string" else _empty(stored, e)
             for e in entries
         ],
     )
@@ -154,6 +154,15 @@ def _open(directory: Directory, step: int | None, context: ts.Context) -> Stored
     elif not steps:
         raise NoCheckpointError(f"{directory} is neither a checkpoint nor a run's directory with committed steps")
     return open_checkpoint(directory / steps[step if step is not None else max(steps)], None, context)
+
+
+def _empty(stored: Stored, entry: TreeEntry) -> Any:
+    """The empty node that an entry stands for."""
+    if entry.kind not in _EMPTY:
+        raise CorruptCheckpointError(
+            f"leaf {'/'.join(entry.path)} of {stored.item} is stored as {entry.kind!r}, which cannot be read"
+        )
+    return _EMPTY[entry.kind]
 
 
 def _below(stored: Stored, prefix: tuple[str, ...]) -> list[TreeEntry]:

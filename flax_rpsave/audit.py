@@ -8,6 +8,7 @@ is wrong with the storage rather than with the content (denied, unreachable) end
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ from flax_rpsave.documents import TreeEntry
 from flax_rpsave.errors import CorruptCheckpointError
 from flax_rpsave.store import (
     OCDBT_MANIFEST,
-    PRIVATE_PREFIX,
     chunk_key,
+    data_key,
     document_key,
+    index_key,
     open_database,
     stored_database,
 )
@@ -101,9 +103,13 @@ class _Audit:
             return
         self._prefix = f"{there.item.name}/" if there.item != self._directory else ""
         sound = self._check_documents(there)
-        for place in ("", *(name for name in there.item.children() if name.startswith(commit.PROCESS_DATABASE))):
-            self._check_database(there.item / place if place else there.item, place)
-        self._check_private(there.item)
+        before = len(self.faults)
+        self._check_database(there.item, "")
+        if len(self.faults) == before:
+            self._check_indices(there.item)
+        for name in there.item.children():
+            if name.startswith(commit.PROCESS_DATABASE):
+                self._check_database(there.item / name, name)
         try:
             stored = open_documents(sound, self._context)
         except CorruptCheckpointError as error:
@@ -112,6 +118,7 @@ class _Audit:
             return
         if there.marker is None and stored.ours:
             self._add(documents.COMMIT, f"{self._directory}/{documents.COMMIT} is missing")
+        self._check_data(stored)
         self._check_arrays(stored, self._check_leaves(stored))
 
     def _add(self, file: str, reason: object, leaf: str | None = None) -> None:
@@ -162,21 +169,26 @@ class _Audit:
                     key = (prefix + entry["key"]).decode()
                     self._files[key] = file if value is None else base + _file_of(str(value))
 
-    def _check_private(self, item: Directory) -> None:
-        """What this package put beside the arrays, all of it sealed: digests and data-iterator states."""
+    def _check_indices(self, item: Directory) -> None:
+        """The digests themselves, which are sealed. Without those of one process nothing can be verified."""
         store = open_database(stored_database(item, OCDBT_MANIFEST in item.files()), self._context)
-        try:
-            with Reading(str(item)):
-                keys = store.list(ts.KvStore.KeyRange(PRIVATE_PREFIX, f"{PRIVATE_PREFIX[:-1]}0")).result()
-        except CorruptCheckpointError:
-            return  # a node of the database, told already
-        for key in sorted(key.decode() for key in keys):
+        for process in itertools.count():
             try:
-                with Reading(f"{item}/{key}"):
-                    data = store.read(key).result().value
-                documents.unseal(data, f"{item}/{key}")
+                with Reading(f"{item}/{index_key(process)}"):
+                    found = store.read(index_key(process)).result()
+                if found.state != "value":
+                    return
+                documents.parse_index(found.value, f"{item}/{index_key(process)}")
             except CorruptCheckpointError as error:
-                self._add(self._file(key), error)
+                self._add(self._file(index_key(process)), error)
+                return
+
+    def _check_data(self, stored: Stored) -> None:
+        for process in range(stored.own.get("processes", 0)):
+            try:
+                stored.data_state(process)
+            except CorruptCheckpointError as error:
+                self._add(self._file(data_key(process)), error)
 
     def _check_leaves(self, stored: Stored) -> dict[str, ts.TensorStore]:
         """Opens every array, and looks whether its document and the texts are there."""

@@ -23,7 +23,7 @@ import tensorstore as ts
 from flax_rpsave import documents
 from flax_rpsave.directory import Directory
 from flax_rpsave.errors import CorruptCheckpointError, SaveError, StorageError
-from flax_rpsave.store import PRIVATE_PREFIX, database, open_database
+from flax_rpsave.store import database, index_key, open_database
 
 logger = logging.getLogger("flax_rpsave")
 
@@ -118,7 +118,7 @@ def check(store: ts.KvStore, index_digests: Sequence[str]) -> None:
     """
     there = set(store.list().result())
     for process, expected in enumerate(index_digests):
-        key = f"{PRIVATE_PREFIX}process_{process}/index"
+        key = index_key(process)
         index = store.read(key).result()
         if index.state != "value" or documents.digest(index.value) != expected:
             raise SaveError(

@@ -108,6 +108,16 @@ def document_key(name: str) -> str:
     return "/".join([*([name] if name else []), "zarr.json"])
 
 
+def index_key(process: int) -> str:
+    """The key of the digests of what a process wrote."""
+    return f"{PRIVATE_PREFIX}process_{process}/index"
+
+
+def data_key(process: int) -> str:
+    """The key of the state of a process's data iterator."""
+    return f"{PRIVATE_PREFIX}process_{process}/data"
+
+
 def within(kvstore: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The spec of the part of a key-value store whose keys begin with `name/`."""
     prefix = f"{name}/" if name else ""

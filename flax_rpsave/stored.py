@@ -19,9 +19,10 @@ from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError, RPSave
 from flax_rpsave.exchange import Chunk, StoredArray, chunk_boxes
 from flax_rpsave.store import (
     OCDBT_MANIFEST,
-    PRIVATE_PREFIX,
     chunk_key,
+    data_key,
     document_key,
+    index_key,
     open_database,
     stored_database,
     within,
@@ -68,11 +69,23 @@ class Stored:
         return bool(self.own) or self.digests is not None
 
     def data_state(self, process: int) -> bytes | None:
-        """The state of a process's data iterator, or None where none was saved."""
-        key = f"{PRIVATE_PREFIX}process_{process}/data"
+        """The state of a process's data iterator, or None where none was saved.
+
+        Raises:
+          CorruptCheckpointError: It is missing or changed.
+        """
+        key = data_key(process)
         with Reading(f"{self.item}/{key}"):
             found = self._database.read(key).result()
-        return documents.unseal(found.value, f"{self.item}/{key}") if found.state == "value" else None
+        expected = (self.digests or {}).get(key)
+        if found.state != "value":
+            if expected is not None:
+                raise CorruptCheckpointError(f"{self.item}/{key} is missing")
+            return None
+        text = documents.unseal(found.value, f"{self.item}/{key}")
+        if expected is not None and documents.digest(found.value) != expected:
+            raise CorruptCheckpointError(f"{self.item}/{key} is not what was written with this step")
+        return text
 
     def string(self, entry: TreeEntry) -> str:
         """The text of a string leaf.
@@ -372,7 +385,7 @@ def _read_digests(
     writers: dict[str, int] = {}
     processes = own.get("processes")
     for process in itertools.count() if processes is None else range(processes):
-        key = f"{PRIVATE_PREFIX}process_{process}/index"
+        key = index_key(process)
         found = store.read(key).result()
         if found.state != "value":
             if processes is not None:

@@ -41,7 +41,7 @@ from flax_rpsave.leaves import Leaf
 from flax_rpsave.planner import SavePlan
 from flax_rpsave.retention import steps_to_delete
 from flax_rpsave.snapshot import Snapshot
-from flax_rpsave.store import PRIVATE_PREFIX, database, open_database
+from flax_rpsave.store import data_key, database, index_key, open_database
 
 logger = logging.getLogger("flax_rpsave")
 
@@ -230,11 +230,12 @@ class SaveRun:
     def _finish(self, engine: TensorStoreEngine) -> tuple[Written, dict[str, str]]:
         """Writes what is this process's beside the arrays; returns what was written, and the report of it."""
         request = self.request
-        index = documents.build_index(engine.digests)
-        prefix = f"{PRIVATE_PREFIX}process_{self._group.process}"
-        values = {f"{prefix}/index": index}
-        if request.data_state is not None:
-            values[f"{prefix}/data"] = documents.seal(request.data_state)
+        process = self._group.process
+        values = {} if request.data_state is None else {data_key(process): documents.seal(request.data_state)}
+        index = documents.build_index(
+            {**engine.digests, **{key: documents.digest(value) for key, value in values.items()}}
+        )
+        values[index_key(process)] = index
         return engine.finish(values), {"index": documents.digest(index), "plan": request.plan.fingerprint()}
 
     def _commit(self, temporary: Directory, item: Directory, reports: Sequence[Mapping[str, Any]]) -> None:
