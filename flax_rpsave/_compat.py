@@ -14,6 +14,11 @@ def as_weak(array: Any) -> Any:
     return jax.jit(lambda x: _lax._convert_element_type(x, x.dtype, weak_type=True))(array)
 
 
+def is_ready(array: Any) -> bool:
+    """Whether an array's values are there already. Arrays have such a method, but `jax.Array` does not declare it."""
+    return bool(array.is_ready())
+
+
 def coordination_client() -> Any:
     """The client of the coordination service that `jax.distributed` runs; None in a program of one process.
 

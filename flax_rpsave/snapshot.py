@@ -2,8 +2,9 @@
 
 `take` runs in the train loop's thread. It dispatches one program (`owner_slices`) for all leaves on a mesh, one more
 for each further mesh or single device, and returns; the runtime orders the copies before any later donation of the
-same buffers, so the state may be donated at once. `Snapshot.pieces` runs in the writer's thread and waits for the
-copies.
+same buffers, so the state may be donated at once. On CPU devices it waits for the copies where a leaf's values are
+there already: its memory may be that of a NumPy array, which the caller may change at once. `Snapshot.pieces` runs in
+the writer's thread and waits for the copies.
 
 The previous snapshot's arrays are donated to the next program, which writes into their memory: staging memory is
 touched for the first time only once. On accelerators they are dropped instead, so that the memory is the user's again
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from flax_rpsave import _compat
 from flax_rpsave.leaves import Leaf
 from flax_rpsave.owner_slices import (
     Item,
@@ -121,7 +123,10 @@ class Snapshotter:
         """Dispatches the copies of one group; the first group has the host values too."""
         taken = []
         for program in self._groups[group] if self._groups else []:
+            host_owned = _may_be_host_memory(program, leaves)
             arrays = self._run(program, leaves)
+            if host_owned:
+                jax.block_until_ready(arrays)
             if self._keeps_staging(program):
                 program.staging = arrays
             elif program.mesh.devices.flat[0].platform != "cpu":
@@ -188,6 +193,17 @@ def _stays_on_host(value: Any) -> bool:
         return False
     device = next(iter(sharding.device_set))
     return sharding.memory_kind is not None and sharding.memory_kind != device.default_memory().kind
+
+
+def _may_be_host_memory(program: Program, leaves: Sequence[Leaf]) -> bool:
+    """Whether the program may read memory that the caller can write to, as NumPy arrays.
+
+    A CPU device takes aligned NumPy memory as it lies (`device_put`, `jnp.asarray`), and nothing tells such an array
+    from others; but its values are there from the beginning. What a step is still computing is no such array.
+    """
+    if program.mesh.devices.flat[0].platform != "cpu":
+        return False
+    return any(_compat.is_ready(leaves[i].value) for i in program.leaves)
 
 
 def _pieces_of(plan: SavePlan, program: Program, output: Output, array: jax.Array) -> Iterator[Piece]:
