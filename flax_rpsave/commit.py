@@ -4,6 +4,9 @@ On a file system a save goes into `<step>.orbax-checkpoint-tmp-<nonce>/`, a name
 clean-up removes. When every process has written its part, process 0 merges the databases, writes the documents, syncs
 files and directories, and renames the directory to `<step>/`. Until that rename the step does not exist.
 
+A file in it says who writes it. Another run in the same root leaves it alone while that process is alive, and renames
+what is dead before it is deleted: a save that goes on all the same then finds its directory gone, and fails.
+
 In an object store nothing can be renamed: a save goes into `<step>/`, which is a step from the moment that
 `commit_success.txt` is written, last of all. Until then a file says that it is being written, and by that what an
 interrupted save left is known from what others put there.
@@ -20,7 +23,7 @@ from typing import Any
 
 import tensorstore as ts
 
-from flax_rpsave import documents
+from flax_rpsave import documents, identity
 from flax_rpsave.directory import Directory
 from flax_rpsave.errors import CorruptCheckpointError, SaveError, StorageError
 from flax_rpsave.store import database, index_key, open_database
@@ -29,7 +32,9 @@ logger = logging.getLogger("flax_rpsave")
 
 _STEP = re.compile(r"[0-9]+")
 _TMP = ".orbax-checkpoint-tmp"
-_LEFTOVER = re.compile(rf"[0-9]+{re.escape(_TMP)}-(deleted-)?[0-9a-f]{{8}}")
+_DELETED = "deleted-"
+_LEFTOVER = re.compile(rf"[0-9]+{re.escape(_TMP)}-({_DELETED})?[0-9a-f]{{8}}")
+_PATIENCE_SECS = 3600
 _ASIDE = ("abandoned", "damaged")
 _WRITING = ".rpsave-writing"
 PROCESS_DATABASE = "ocdbt.process_"
@@ -60,20 +65,26 @@ def state_of(place: Directory) -> tuple[int, str] | None:
     if not rest:
         return step, "committed" if is_committed(place) else "incomplete"
     if f".{rest}".startswith(_TMP):
-        return step, "deleting" if rest.partition("-tmp-")[2].startswith("deleted-") else "incomplete"
+        return step, "deleting" if rest.partition("-tmp-")[2].startswith(_DELETED) else "incomplete"
     why = rest.partition("-")[0]
     return (step, why) if why in _ASIDE else None
 
 
 def prepare(final: Directory, nonce: str) -> Directory:
-    """The directory that a step is to be written to, empty."""
-    if final.renames:
-        return workplace(final, nonce)
-    if is_committed(final):
-        raise SaveError(f"{final} exists already and is not overwritten")
-    final.delete()  # what an interrupted save left of it
-    final.write(_WRITING, nonce.encode())
-    return final
+    """The directory that a step is to be written to, empty but for the file that says who writes it.
+
+    Raises:
+      SaveError: The step is there already, or another run is writing it (in an object store; else each has its own).
+    """
+    place = workplace(final, nonce)
+    if not final.renames:
+        if is_committed(final):
+            raise SaveError(f"{final} exists already and is not overwritten")
+        if (writer := final.read(_WRITING)) is not None and identity.state(writer) == "alive":
+            raise SaveError(f"{final} is being written by {identity.described(writer)}: give each run its directory")
+        final.delete()  # what an interrupted save left of it
+    place.write(_WRITING, identity.record(nonce))
+    return place
 
 
 def workplace(final: Directory, nonce: str) -> Directory:
@@ -81,17 +92,46 @@ def workplace(final: Directory, nonce: str) -> Directory:
     return final.parent / f"{final.name}{_TMP}-{nonce}" if final.renames else final
 
 
-def delete_leftovers(root: Directory, nonce: str) -> None:
-    """Removes what interrupted saves and deletions of other runs of this package left."""
+def delete_leftovers(root: Directory, nonce: str, spared: dict[str, float], now: float) -> None:
+    """Removes what interrupted saves and deletions of other runs of this package left.
+
+    What a process that is alive writes stays. Where nothing can be known of the process (it was on another machine),
+    its save may be under way: it goes once this run has seen it for an hour.
+
+    Args:
+      root: The run's directory.
+      nonce: Of this run's save, whose directory stays.
+      spared: What stays for now, by name: the time at which this run saw it first. Brought up to date.
+      now: The time, in seconds of a clock that never goes back.
+    """
+    before = dict(spared)
+    spared.clear()
     for name in root.children():
         place = root / name
         if root.renames:
             left = _LEFTOVER.fullmatch(name) and not name.endswith(f"-{nonce}")
         else:
             left = _STEP.fullmatch(name) and not is_committed(place) and _WRITING in place.files()
-        if left:
-            logger.info("removing %s, left by an interrupted save", place)
-            place.delete()
+        if not left:
+            continue
+        writer = place.read(_WRITING)
+        known = identity.state(writer)
+        since = before.get(name, now)
+        if known in ("own", "alive") or (known == "unknown" and now - since < _PATIENCE_SECS):
+            if name not in before:
+                logger.warning(
+                    "%s is being written by %s, or was: left alone; give each run its directory",
+                    place, identity.described(writer or b""),
+                )  # fmt: skip
+            spared[name] = since
+            continue
+        logger.info("removing %s, left by an interrupted save", place)
+        if root.renames and _DELETED not in name:
+            doomed = root / name.replace(f"{_TMP}-", f"{_TMP}-{_DELETED}")
+            with contextlib.suppress(FileNotFoundError):  # committed or given up this moment
+                place.move_to(doomed)
+            place = doomed
+        place.delete()
 
 
 def merge(item: Directory, processes: int, context: ts.Context) -> ts.KvStore:
@@ -131,7 +171,7 @@ def check(store: ts.KvStore, index_digests: Sequence[str]) -> None:
             )
 
 
-def publish(step: Directory, item: Directory, final: Directory, files: Mapping[str, bytes]) -> None:
+def publish(step: Directory, item: Directory, final: Directory, files: Mapping[str, bytes], nonce: str) -> None:
     """Writes the documents and makes the step visible.
 
     Args:
@@ -139,16 +179,23 @@ def publish(step: Directory, item: Directory, final: Directory, files: Mapping[s
       item: The item's directory in it; may be the same.
       final: The step's directory, which must not exist; or `step` itself, where nothing can be renamed.
       files: Documents by their path in `step`.
+      nonce: Of this save.
+
+    Raises:
+      SaveError: The directory was taken away meanwhile.
     """
     for name, data in files.items():
         step.write(name, data)
     if item != step:
         item.write(documents.COMMIT, documents.build_commit({}))
+    if step.read(_WRITING) != identity.record(nonce):  # what was written since would make a step of documents alone
+        raise SaveError(f"{step} was taken away while it was written: does another run use {final.parent}?")
     step.write(documents.COMMIT, documents.build_commit(files))
     if not step.renames:
         with contextlib.suppress(StorageError):  # the marker is there: this file tells nothing any more
             step.remove(_WRITING)
         return
+    step.remove(_WRITING)
     for directory in dict.fromkeys([item / documents.ARRAY_METADATAS, item, step]):
         directory.sync()
     step.move_to(final)
@@ -175,11 +222,11 @@ def move_aside(step: Directory, why: str, nonce: str) -> Directory:
 def delete_step(root: Directory, name: str, nonce: str) -> None:
     """Deletes a step: it stops being one at once, its files go after that."""
     if root.renames:
-        doomed = workplace(root / name, f"deleted-{nonce}")
+        doomed = workplace(root / name, f"{_DELETED}{nonce}")
         (root / name).move_to(doomed)
     else:
         doomed = root / name
-        doomed.write(_WRITING, nonce.encode())  # should the deletion be interrupted, it is known what this is
+        doomed.write(_WRITING, identity.record(nonce))  # should the deletion be interrupted, it is known what this is
         doomed.remove(documents.COMMIT)
     doomed.delete()
 

@@ -88,6 +88,7 @@ class Saver:
                 plan=snapshotter.plan,
                 config=self.config,
                 nonce=secrets.token_hex(4),  # a new path for each save: TensorStore caches by path
+                run=self.nonce,
                 data_state=data_state,
                 metrics=metrics or {},
                 extra=extra,

@@ -83,6 +83,8 @@ class SaveRequest:
       final: The step's directory, which does not exist yet; it is made beside it under a temporary name.
       item: The item's name within it, or None where the step's directory is the item.
       leaves: The state's leaves, without their values.
+      nonce: Of this save.
+      run: Of the run: what it saves can be told from what another saves in the same directory.
       replaces: A damaged step of the same name, to be moved aside first.
     """
 
@@ -93,6 +95,7 @@ class SaveRequest:
     plan: SavePlan
     config: CheckpointConfig
     nonce: str
+    run: str
     data_state: bytes | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     extra: Any = None
@@ -261,13 +264,13 @@ class SaveRun:
             documents.CHECKPOINT: documents.build_checkpoint(
                 request.item,
                 _fetched(request.metrics),
-                {"step": request.step, "processes": len(reports), "extra": request.extra},
+                {"step": request.step, "processes": len(reports), "run": request.run, "extra": request.extra},
                 request.begun_ns,
             ),
         }
         if (strings := documents.build_strings(request.leaves)) is not None:
             files[f"{prefix}{documents.STRINGS}"] = strings
-        commit.publish(temporary, item, request.final, files)
+        commit.publish(temporary, item, request.final, files, request.nonce)
 
 
 class Writer:
@@ -292,6 +295,8 @@ class Writer:
         self.stats: SaveStats | None = None
         self.damaged: dict[int, Directory] = {}
         self._cleaned = False
+        self._known: set[int] = set()  # committed steps as of this run's last save, or its beginning
+        self._spared: dict[str, float] = {}  # leftovers that may be another run's saves, and when they were first seen
         self._root = root
         self._on_commit = on_commit
         self._thread: threading.Thread | None = None
@@ -370,18 +375,26 @@ class Writer:
     def _clean_leftovers(self, root: Directory, request: SaveRequest) -> None:
         """Deletes what earlier runs left half done; before the first save, which may need the room."""
         try:
-            commit.delete_leftovers(root, request.nonce)
-            self._cleaned = True
+            self._known = self._known or set(commit.committed_steps(root))
+            commit.delete_leftovers(root, request.nonce, self._spared, time.monotonic())
+            self._cleaned = not self._spared
         except Exception as error:  # noqa: BLE001 - no reason not to save
             logger.warning("leftovers in %s could not be removed, tried again at the next save: %s", root, error)
 
     def _clean(self, root: Directory, request: SaveRequest) -> None:
-        """Deletes what no rule keeps. Its failure harms no checkpoint."""
+        """Deletes what no rule keeps, and says which steps are another run's. Its failure harms no checkpoint."""
         config = request.config
-        if config.max_to_keep is None:
-            return
         try:
-            steps = {step: name for step, name in commit.committed_steps(root).items() if step not in self.damaged}
+            there = commit.committed_steps(root)
+            if others := set(there) - self._known - {request.step}:
+                logger.warning(
+                    "steps %s in %s were saved by another run since this one began: give each run its directory",
+                    sorted(others), root,
+                )  # fmt: skip
+            self._known = set(there)
+            if config.max_to_keep is None:
+                return
+            steps = {step: name for step, name in there.items() if step not in self.damaged}
             doomed = steps_to_delete(
                 {step: commit.read_metrics(root / name) if config.keep_best else None for step, name in steps.items()},
                 max_to_keep=config.max_to_keep,
