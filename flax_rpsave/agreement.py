@@ -30,6 +30,7 @@ from flax_rpsave.errors import CommitTimeoutError, CorruptCheckpointError, RPSav
 logger = logging.getLogger("flax_rpsave")
 
 _POLL_SECS = 0.5  # how long one request waits: a failure elsewhere is noticed within this time
+_PROGRESS_SECS = 30.0  # how often a wait for others says that it still waits
 _names = itertools.count()
 
 
@@ -117,7 +118,8 @@ class Channel:
         if self._group.processes == 1:
             return [own]
         prefix = f"{self._key}/report/"
-        deadline = time.monotonic() + self._group.timeout_secs
+        began = told = time.monotonic()
+        deadline = began + self._group.timeout_secs
         while True:
             reports = {int(k.rpartition("/")[2]): json.loads(v) for k, v in self._client.key_value_dir_get(prefix)}
             for process in sorted(reports):
@@ -132,6 +134,12 @@ class Channel:
                     f"{self._what}: process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not "
                     f"report within {self._group.timeout_secs:g} s (commit_timeout_secs)"
                 )
+            if (now := time.monotonic()) - told >= _PROGRESS_SECS:
+                told = now
+                logger.warning(
+                    "%s: waiting for process%s %s since %.0f s",
+                    self._what, "es" if len(missing) > 1 else "", ", ".join(map(str, missing)), now - began,
+                )  # fmt: skip
             self._try_get(f"{prefix}{missing[0]}", min(left, _POLL_SECS))
 
     def decide(self, word: Any = None, failure: str | None = None) -> None:

@@ -196,8 +196,7 @@ def publish(step: Directory, item: Directory, final: Directory, files: Mapping[s
             step.remove(_WRITING)
         return
     step.remove(_WRITING)
-    for directory in dict.fromkeys([item / documents.ARRAY_METADATAS, item, step]):
-        directory.sync()
+    step.sync_all()  # TensorStore syncs the directory of each file, but not that of a directory which it makes
     step.move_to(final)
 
 

@@ -66,6 +66,10 @@ class Directory(ABC):
         """Bytes of all files in it and below; None where the storage does not tell."""
 
     @abstractmethod
+    def free_nbytes(self) -> int | None:
+        """Room for more, in bytes; None where the storage has no end. Quotas may leave less."""
+
+    @abstractmethod
     def write(self, name: str, data: bytes) -> None:
         """Writes a file durably; its name is durable after `sync`."""
 
@@ -76,6 +80,10 @@ class Directory(ABC):
     @abstractmethod
     def sync(self) -> None:
         """Makes the names in it durable."""
+
+    @abstractmethod
+    def sync_all(self) -> None:
+        """Makes the names in it and in all directories below durable."""
 
     @abstractmethod
     def move_to(self, other: Self) -> None:
@@ -152,6 +160,9 @@ class FileDirectory(Directory):
                     total += os.lstat(os.path.join(folder, name)).st_size
         return total
 
+    def free_nbytes(self) -> int:  # noqa: D102
+        return shutil.disk_usage(self.path).free
+
     def write(self, name: str, data: bytes) -> None:  # noqa: D102
         path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,6 +180,10 @@ class FileDirectory(Directory):
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+    def sync_all(self) -> None:  # noqa: D102
+        for folder, _, _ in os.walk(self.path, topdown=False):
+            FileDirectory(Path(folder)).sync()
 
     def move_to(self, other: FileDirectory) -> None:  # noqa: D102
         if other.exists():
@@ -235,6 +250,9 @@ class ObjectDirectory(Directory):
     def nbytes(self) -> None:
         """TensorStore lists objects without their sizes."""
 
+    def free_nbytes(self) -> None:
+        """A bucket has no end."""
+
     def write(self, name: str, data: bytes) -> None:  # noqa: D102
         with explained(f"{self}/{name} cannot be written", StorageError):
             self._store().write(name, data).result()
@@ -245,6 +263,9 @@ class ObjectDirectory(Directory):
 
     def sync(self) -> None:
         """Does nothing: an object is durable once it is written."""
+
+    def sync_all(self) -> None:
+        """Does nothing, likewise."""
 
     def move_to(self, other: ObjectDirectory) -> None:
         """Copies every object and deletes the originals: not at once."""

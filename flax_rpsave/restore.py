@@ -9,7 +9,9 @@ good, and exchange them (`exchange`). The arrays returned own their memory: they
 from __future__ import annotations
 
 import functools
+import logging
 import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +26,10 @@ from flax_rpsave.errors import TreeMismatchError
 from flax_rpsave.exchange import Chunk, StoredArray, assign, exchange
 from flax_rpsave.leaves import Leaf, Structure
 from flax_rpsave.stored import Stored, describe
+
+logger = logging.getLogger("flax_rpsave")
+
+_PROGRESS_SECS = 10.0  # how often a restore says how far it is
 
 
 def select(leaves: Sequence[Leaf], skip: Sequence[str]) -> list[int]:
@@ -145,7 +151,14 @@ class Fit:
         else:
             arrays = exchange(self._described(), self._assignment, self._own, process, processes)
         values: dict[int, Any] = dict(self._strings)
-        for name, array in arrays:
+        began = told = time.monotonic()
+        for count, (name, array) in enumerate(arrays, start=1):
+            if (now := time.monotonic()) - told >= _PROGRESS_SECS:
+                told = now
+                logger.info(
+                    "restoring %s: %d of %d arrays in %.0f s",
+                    self._stored.directory, count - 1, len(self._arrays), now - began,
+                )  # fmt: skip
             position, leaf = self._targets[name]
             values[position] = place(cast(array, self._dtype), leaf, self._sharding)
         return self._structure.rebuild(values)

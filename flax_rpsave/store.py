@@ -38,6 +38,7 @@ def new_context() -> ts.Context:
         "cache_pool": {"total_bytes_limit": 100_000_000},
         _CHUNK_CACHE: {"total_bytes_limit": 0},
         "file_io_concurrency": {"limit": 32},
+        "file_io_locking": {"mode": "none"},
         "s3_request_retries": retries,
         "gcs_request_retries": retries,
     }

@@ -176,6 +176,7 @@ class SaveRun:
             if request.replaces is not None:
                 commit.move_aside(request.replaces, "damaged", request.nonce)
             temporary = self._temporary = commit.prepare(request.final, request.nonce)
+            self._warn_of_little_room(temporary)
             self._channel.open(request.nonce)
         else:
             temporary = commit.workplace(request.final, self._channel.opened())
@@ -223,6 +224,15 @@ class SaveRun:
             total_secs=total,
             engine=engine.name,
         )
+
+    def _warn_of_little_room(self, temporary: Directory) -> None:
+        """No more than a warning: what is compressed needs less, and room may be made meanwhile."""
+        free, needed = temporary.free_nbytes(), sum(self.request.plan.process_bytes.values())
+        if free is not None and free < needed:
+            logger.warning(
+                "step %d has %.3f GB, and %.3f GB are free at %s: it will probably not be saved",
+                self.request.step, needed / 1e9, free / 1e9, temporary.parent,
+            )  # fmt: skip
 
     def _groups(self) -> Iterator[Snapshot]:
         while (snapshot := self._snapshots.get()) is not None:
