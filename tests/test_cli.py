@@ -1,11 +1,15 @@
 """The command line: what it lists, what it finds, its exit codes; that it reads only, and needs no device."""
 
+import contextlib
 import json
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 
 import faults
 import jax
@@ -16,6 +20,8 @@ import pytest
 
 import flax_rpsave as rps
 from flax_rpsave import cli
+from flax_rpsave.directory import open_directory
+from flax_rpsave.store import new_context
 
 FORMATS = {"ocdbt": True, "files": False}
 
@@ -430,3 +436,61 @@ def test_a_stock_checkpoint_with_a_file_missing_is_damaged(stock_run, tmp_path, 
             path.unlink()
     code, found = as_json("verify", tmp_path / "run")
     assert (code, found["checkpoints"][0]["state"]) == (1, "damaged")
+
+
+# Object stores
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """The URL of an S3 bucket, of a server in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT"))
+                break
+            assert server.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield "s3://bucket"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_runs_in_object_stores_are_listed_inspected_and_verified(bucket, as_json, command):
+    root = f"{bucket}/run"
+    train(root, 10, 20, 30)
+    code, listed = as_json("ls", root)
+    assert (code, listed["directory"]) == (0, root)
+    assert [(row["step"], row["state"], row["nbytes"]) for row in listed["steps"]] == [
+        (10, "committed", None), (20, "committed", None), (30, "committed", None),
+    ]  # fmt: skip
+    code, found = as_json("inspect", f"{root}/10")
+    assert (code, found["item"], len(found["leaves"])) == (0, f"{root}/10/default", 5)
+    code, report = as_json("verify", root)
+    assert (code, [step["state"] for step in report["checkpoints"]]) == (0, ["sound"] * 3)
+
+    directory = open_directory(root, new_context())
+    directory.write("20/default/_METADATA", b"{}")
+    directory.remove("30/commit_success.txt")
+    assert [row["state"] for row in as_json("ls", root)[1]["steps"]] == ["committed", "committed", "incomplete"]
+    code, report = as_json("verify", root)
+    assert (code, [step["state"] for step in report["checkpoints"]]) == (1, ["sound", "damaged"])
+    assert [fault["file"] for fault in report["checkpoints"][1]["faults"]] == ["default/_METADATA"]
+    code, _, (err,) = command("verify", f"{root}/30")
+    assert (code, "is not committed" in err) == (2, True)
+    assert command("verify", f"{bucket}/none")[0] == 2
+    assert command("ls", "s3://no-such-bucket/run")[0] == 3
