@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import socket
 from pathlib import Path
 from typing import Any, Literal
@@ -39,8 +40,13 @@ def state(data: bytes | None) -> Literal["own", "alive", "dead", "unknown"]:
     who = _parsed(data)
     if {key: who.get(key) for key in _here()} != _here() or not isinstance(who.get("pid"), int):
         return "unknown"
-    began = _began(who["pid"])
-    if began is None or began != who.get("began"):
+    try:
+        os.kill(who["pid"], 0)
+    except ProcessLookupError:
+        return "dead"
+    except PermissionError:
+        return "unknown"  # of another user, whose processes may be hidden in /proc
+    if _began(who["pid"]) != who.get("began"):
         return "dead"
     return "own" if who["pid"] == os.getpid() else "alive"
 
@@ -55,10 +61,11 @@ def _parsed(data: bytes) -> dict[str, Any]:
 @functools.cache
 def _here() -> dict[str, Any]:
     """The running kernel and the process namespace: where a process number means what it says."""
-    return {
-        "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        "namespace": os.stat("/proc/self/ns/pid").st_ino,
-    }
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return {"boot": boot, "namespace": os.stat("/proc/self/ns/pid").st_ino}
+    except OSError:  # a sandbox that does not say: nobody is taken for a neighbour
+        return {"boot": secrets.token_hex(8), "namespace": 0}
 
 
 @functools.cache
@@ -67,10 +74,10 @@ def _host() -> str:
 
 
 def _began(pid: int) -> int | None:
-    """When a process began, in ticks since the kernel did; None where there is none (any more)."""
+    """When a process began, in ticks since the kernel did; None where that is not known, or it has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    except OSError:
         return None
     state, *fields = text.rpartition(")")[2].split()
     return None if state in "ZX" else int(fields[18])  # a zombie writes nothing any more; see proc_pid_stat(5)
