@@ -83,7 +83,7 @@ def checkpoints(directory: Directory) -> dict[int | None, Directory]:
     if not directory.exists():
         raise NoCheckpointError(f"{directory} does not exist")
     number = commit.step_number(directory.name)
-    if not is_checkpoint(directory):
+    if not is_checkpoint(directory) and documents.COMMIT not in directory.files():
         if steps := commit.committed_steps(directory):
             return {step: directory / name for step, name in steps.items()}
         if number is None or not directory.children() + directory.files() or not commit.is_committed(directory):

@@ -374,6 +374,15 @@ def test_verify_finds_whatever_a_restore_would_and_names_the_file(run, as_json, 
     assert as_json("verify", step)[0] == 0
 
 
+def test_a_checkpoint_without_its_documents_is_damaged_and_not_nothing(tmp_path, as_json):
+    for name in ("_METADATA", "_CHECKPOINT_METADATA", "both"):
+        rps.save(tmp_path / name, {"x": np.ones(3)})
+        for document in ("_METADATA", "_CHECKPOINT_METADATA") if name == "both" else (name,):
+            (tmp_path / name / document).unlink()
+        code, found = as_json("verify", tmp_path / name)
+        assert (code, found["checkpoints"][0]["state"]) == (1, "damaged")
+
+
 def test_verify_passes_over_a_step_that_is_deleted_meanwhile(command, run, monkeypatch):
     read_documents = cli.audit.__globals__["read_documents"]
 
