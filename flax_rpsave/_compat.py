@@ -19,6 +19,14 @@ def is_ready(array: Any) -> bool:
     return bool(array.is_ready())
 
 
+def shard_addresses(array: Any) -> list[int]:
+    """Where an array's first two shards of this process lie in memory.
+
+    The public way, `addressable_shards`, makes an object a shard: 0.2 ms an array on eight devices, in the train loop.
+    """
+    return [buffer.unsafe_buffer_pointer() for buffer in array._arrays[:2]]
+
+
 def coordination_client() -> Any:
     """The client of the coordination service that `jax.distributed` runs; None in a program of one process.
 

@@ -16,7 +16,8 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     nbytes = math.prod(shape) * dtype.itemsize
     room = np.empty(nbytes + _ALIGNMENT, np.uint8)
     start = -room.ctypes.data % _ALIGNMENT
-    return room[start : start + nbytes].view(dtype).reshape(shape)
+    array: np.ndarray = room[start : start + nbytes].view(dtype).reshape(shape)
+    return array
 
 
 def aligned(values: np.ndarray) -> np.ndarray:

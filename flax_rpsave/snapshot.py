@@ -2,8 +2,8 @@
 
 `take` runs in the train loop's thread. It dispatches one program (`owner_slices`) for all leaves on a mesh, one more
 for each further mesh or single device, and returns; the runtime orders the copies before any later donation of the
-same buffers, so the state may be donated at once. On CPU devices it waits for the copies where a leaf's values are
-there already: its memory may be that of a NumPy array, which the caller may change at once. `Snapshot.pieces` runs in
+same buffers, so the state may be donated at once. On CPU devices it waits for the copies where a leaf may lie in the
+memory of a NumPy array, which the caller may change at once. `Snapshot.pieces` runs in
 the writer's thread and waits for the copies.
 
 The previous snapshot's arrays are donated to the next program, which writes into their memory: staging memory is
@@ -36,7 +36,7 @@ from flax_rpsave.owner_slices import (
     memory_layouts,
     own_settings,
 )
-from flax_rpsave.planner import LeafPlan, MeshLayout, SavePlan
+from flax_rpsave.planner import LeafLayout, LeafPlan, MeshLayout, SavePlan
 
 _SUB_BYTE_DTYPES = ("int2", "int4", "float4_e2m1fn")
 
@@ -91,6 +91,7 @@ class Snapshotter:
         self.plan = plan
         self._leaves = [leaf.without_values() for leaf in leaves]  # no snapshotter keeps a state alive
         self._process = process
+        self._shards = [_parts_and_nbytes(leaf.layout) for leaf in plan.leaves]
         self._on_host = [i for i, leaf in enumerate(leaves) if _stays_on_host(leaf.value)]
         programs = build_programs(plan, self._leaves, set(self._on_host))
         self._groups = group_by_budget(programs, max_nbytes)
@@ -123,7 +124,7 @@ class Snapshotter:
         """Dispatches the copies of one group; the first group has the host values too."""
         taken = []
         for program in self._groups[group] if self._groups else []:
-            host_owned = _may_be_host_memory(program, leaves)
+            host_owned = self._may_be_host_memory(program, leaves)
             arrays = self._run(program, leaves)
             if host_owned:
                 jax.block_until_ready(arrays)
@@ -152,6 +153,21 @@ class Snapshotter:
             with program.lock:
                 program.layouts, program.executables = layouts, None
             return list(self._executables(program)[1](staging, shards))
+
+    def _may_be_host_memory(self, program: Program, leaves: Sequence[Leaf]) -> bool:
+        """Whether the program may read memory that the caller can write to, as NumPy arrays.
+
+        A CPU device takes aligned NumPy memory as it lies (`device_put`, `jnp.asarray`), and nothing tells such an
+        array from others. But its values are there from the beginning: what a step is still computing is no such
+        array. Nor is one whose shards lie apart.
+        """
+        if program.mesh.devices.flat[0].platform != "cpu":
+            return False
+        return any(
+            not _lie_apart(_compat.shard_addresses(leaves[i].value), *self._shards[i])
+            and _compat.is_ready(leaves[i].value)
+            for i in program.leaves
+        )
 
     def _keeps_staging(self, program: Program) -> bool:
         return len(self._groups) == 1 and program.mesh.devices.flat[0].platform == "cpu"
@@ -195,15 +211,26 @@ def _stays_on_host(value: Any) -> bool:
     return sharding.memory_kind is not None and sharding.memory_kind != device.default_memory().kind
 
 
-def _may_be_host_memory(program: Program, leaves: Sequence[Leaf]) -> bool:
-    """Whether the program may read memory that the caller can write to, as NumPy arrays.
+def _parts_and_nbytes(layout: LeafLayout) -> tuple[int, int]:
+    """How many different shards an array has, and the bytes of each."""
+    size = math.prod(layout.shard_shape)
+    return math.prod(layout.shape) // max(1, size), size * int(layout.dtype.itemsize)
 
-    A CPU device takes aligned NumPy memory as it lies (`device_put`, `jnp.asarray`), and nothing tells such an array
-    from others; but its values are there from the beginning. What a step is still computing is no such array.
+
+def _lie_apart(addresses: Sequence[int], parts: int, nbytes: int) -> bool:
+    """Whether no C-contiguous array can hold the shards as they lie: replicas at one place, parts one after the other.
+
+    Args:
+      addresses: Of two shards, or of one where a process has no more.
+      parts: How many different shards the array has.
+      nbytes: Of each of them.
     """
-    if program.mesh.devices.flat[0].platform != "cpu":
+    if len(addresses) < 2:
         return False
-    return any(_compat.is_ready(leaves[i].value) for i in program.leaves)
+    if nbytes == 0:
+        return True
+    parts_between, rest = divmod(abs(addresses[1] - addresses[0]), nbytes)
+    return rest != 0 or parts_between >= parts
 
 
 def _pieces_of(plan: SavePlan, program: Program, output: Output, array: jax.Array) -> Iterator[Piece]:
