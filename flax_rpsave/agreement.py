@@ -134,17 +134,18 @@ class Channel:
                 )
             self._try_get(f"{prefix}{missing[0]}", min(left, _POLL_SECS))
 
-    def decide(self, word: Any = None, failure: str | None = None) -> None:
+    def decide(self, word: Any = None, failure: BaseException | None = None) -> None:
         """Process 0 says how it ended."""
         if self._group.processes > 1:
-            self._client.key_value_set(f"{self._key}/decision", json.dumps({"word": word, "failure": failure}))
+            decision = {"word": word, "failure": failure and str(failure), "kind": type(failure).__name__}
+            self._client.key_value_set(f"{self._key}/decision", json.dumps(decision))
             self._group.forget(self._key)
 
     def hear(self) -> Any:
         """Waits for process 0's decision; returns its word.
 
         Raises:
-          SaveError: The decision is a failure.
+          SaveError: The decision is a failure; of process 0's kind where that is a `SaveError`.
           CommitTimeoutError: Nothing was heard: how it ended is unknown.
         """
         # Process 0 may begin to wait later than this process by as long as its own write takes.
@@ -156,7 +157,8 @@ class Channel:
             )
         )
         if decision["failure"] is not None:
-            raise SaveError(decision["failure"])
+            kind = getattr(errors, decision["kind"], SaveError)
+            raise (kind if issubclass(kind, SaveError) else SaveError)(decision["failure"])
         return decision["word"]
 
     def failed(self) -> str | None:
@@ -181,7 +183,7 @@ class Channel:
         try:
             words = [report["shared"] for report in self.collect(own)]
         except SaveError as error:
-            self.decide(failure=str(error))
+            self.decide(failure=error)
             raise
         self.decide(words)
         return words
