@@ -137,7 +137,7 @@ class Channel:
     def decide(self, word: Any = None, failure: BaseException | None = None) -> None:
         """Process 0 says how it ended."""
         if self._group.processes > 1:
-            decision = {"word": word, "failure": failure and str(failure), "kind": type(failure).__name__}
+            decision = {"word": word, "failure": None if failure is None else [type(failure).__name__, str(failure)]}
             self._client.key_value_set(f"{self._key}/decision", json.dumps(decision))
             self._group.forget(self._key)
 
@@ -156,17 +156,15 @@ class Channel:
                 "process 0 was not heard of, so it is unknown whether this was committed",
             )
         )
-        if decision["failure"] is not None:
-            kind = getattr(errors, decision["kind"], SaveError)
-            raise (kind if issubclass(kind, SaveError) else SaveError)(decision["failure"])
+        if (failure := _failure_of(decision)) is not None:
+            raise failure
         return decision["word"]
 
-    def failed(self) -> str | None:
+    def failed(self) -> SaveError | None:
         """Why process 0 has given up, if it has by now."""
         if self._group.processes == 1 or (decision := self._try_get(f"{self._key}/decision", 0)) is None:
             return None
-        failure: str | None = json.loads(decision)["failure"]
-        return failure
+        return _failure_of(json.loads(decision))
 
     def share(self, word: Any) -> list[Any]:
         """Every process says a word and gets those of all, by process.
@@ -236,3 +234,12 @@ class Channel:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise
+
+
+def _failure_of(decision: Mapping[str, Any]) -> SaveError | None:
+    """Process 0's error, of the same kind where that is a `SaveError`."""
+    if decision["failure"] is None:
+        return None
+    name, text = decision["failure"]
+    kind = getattr(errors, name, SaveError)
+    return kind(text) if issubclass(kind, SaveError) else SaveError(text)

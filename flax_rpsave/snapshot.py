@@ -151,15 +151,14 @@ class Snapshotter:
         taken, taken_fingerprints = [], []
         for program in self._groups[group] if self._groups else []:
             arrays, folded = self._run(program, leaves)
+            taken.append((program, list(arrays)))
+            if folded is not None:
+                taken_fingerprints.append((program, folded))
             if self._keeps_staging(program):
                 program.staging = arrays
             elif program.mesh.devices.flat[0].platform != "cpu":
-                for array in arrays:
+                for array in [*arrays, folded] if folded is not None else arrays:
                     array.copy_to_host_async()
-            taken.append((program, list(arrays)))
-            if folded is not None:
-                folded.copy_to_host_async()
-                taken_fingerprints.append((program, folded))
         host = tuple(self._host_pieces(leaves)) if group == 0 else ()
         of_host = self._host_fingerprints(leaves) if group == 0 else {}
         return Snapshot(self.plan, host, taken, of_host, taken_fingerprints)

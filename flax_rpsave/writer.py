@@ -142,14 +142,14 @@ class SaveRun:
                 return self._execute()
         except BaseException as error:
             self.failed = True
-            if (reason := self._give_up(error)) is not None:
-                raise SaveError(reason) from error
+            if (earlier := self._give_up(error)) is not None:
+                raise earlier from error
             raise
         finally:
             self._written.release()
 
-    def _give_up(self, error: BaseException) -> str | None:
-        """Tells the others, and removes what was written; returns the reason of a failure that came before this one.
+    def _give_up(self, error: BaseException) -> SaveError | None:
+        """Tells the others, and removes what was written; returns a failure that came before this one.
 
         Process 0 removes the directory as soon as it knows of a failure, so others that still write fail for that.
         """
