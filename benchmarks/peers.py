@@ -111,13 +111,15 @@ class OrbaxPyTree(OrbaxDefault):
 
 
 class RPSave(Peer):
-    """This project with its defaults: checksums on."""
+    """This project with its defaults (checksums on), but for `replica_parallel`, keys of that block."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **replica_parallel: Any) -> None:
         super().__init__(directory)
         from flax_rpsave import CheckpointCallback, CheckpointConfig  # so that a trial of another peer does not load it
 
-        self._checkpoint = CheckpointCallback(CheckpointConfig(directory=str(directory)))
+        self._checkpoint = CheckpointCallback(
+            CheckpointConfig(directory=str(directory), replica_parallel=replica_parallel)
+        )
 
     def prepare(self, state: PyTree) -> None:
         self._checkpoint.resume(state)
@@ -162,6 +164,7 @@ _FASTEST = {"use_ocdbt": False, "use_zarr3": True, "use_compression": False}
 
 PEERS = {
     "rpsave": Entry("flax_rpsave", RPSave),
+    "rpsave_check": Entry("flax_rpsave, check_divergence: fail", RPSave, {"check_divergence": "fail"}),
     "orbax_default": Entry("Orbax defaults", OrbaxDefault),
     "orbax_rp": Entry("Orbax replica-parallel", OrbaxPyTree, {"replica_parallel": True}),
     "orbax_single": Entry("Orbax single-replica", OrbaxPyTree, {"replica_parallel": False}),

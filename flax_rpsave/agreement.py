@@ -142,17 +142,18 @@ class Channel:
                 )  # fmt: skip
             self._try_get(f"{prefix}{missing[0]}", min(left, _POLL_SECS))
 
-    def decide(self, word: Any = None, failure: str | None = None) -> None:
+    def decide(self, word: Any = None, failure: BaseException | None = None) -> None:
         """Process 0 says how it ended."""
         if self._group.processes > 1:
-            self._client.key_value_set(f"{self._key}/decision", json.dumps({"word": word, "failure": failure}))
+            decision = {"word": word, "failure": None if failure is None else [type(failure).__name__, str(failure)]}
+            self._client.key_value_set(f"{self._key}/decision", json.dumps(decision))
             self._group.forget(self._key)
 
     def hear(self) -> Any:
         """Waits for process 0's decision; returns its word.
 
         Raises:
-          SaveError: The decision is a failure.
+          SaveError: The decision is a failure; of process 0's kind where that is a `SaveError`.
           CommitTimeoutError: Nothing was heard: how it ended is unknown.
         """
         # Process 0 may begin to wait later than this process by as long as its own write takes.
@@ -163,16 +164,15 @@ class Channel:
                 "process 0 was not heard of, so it is unknown whether this was committed",
             )
         )
-        if decision["failure"] is not None:
-            raise SaveError(decision["failure"])
+        if (failure := _failure_of(decision)) is not None:
+            raise failure
         return decision["word"]
 
-    def failed(self) -> str | None:
+    def failed(self) -> SaveError | None:
         """Why process 0 has given up, if it has by now."""
         if self._group.processes == 1 or (decision := self._try_get(f"{self._key}/decision", 0)) is None:
             return None
-        failure: str | None = json.loads(decision)["failure"]
-        return failure
+        return _failure_of(json.loads(decision))
 
     def share(self, word: Any) -> list[Any]:
         """Every process says a word and gets those of all, by process.
@@ -189,7 +189,7 @@ class Channel:
         try:
             words = [report["shared"] for report in self.collect(own)]
         except SaveError as error:
-            self.decide(failure=str(error))
+            self.decide(failure=error)
             raise
         self.decide(words)
         return words
@@ -242,3 +242,12 @@ class Channel:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise
+
+
+def _failure_of(decision: Mapping[str, Any]) -> SaveError | None:
+    """Process 0's error, of the same kind where that is a `SaveError`."""
+    if decision["failure"] is None:
+        return None
+    name, text = decision["failure"]
+    kind = getattr(errors, name, SaveError)
+    return kind(text) if issubclass(kind, SaveError) else SaveError(text)

@@ -42,7 +42,13 @@ class ReplicaParallelConfig(Block):
     max_replicas: int | None = setting(integer(1, nullable=True), None)
     """Writers of a shard at most; None sets no cap."""
     check_divergence: str | None = setting(one_of("warn", "fail", nullable=True), None)
-    """Whether to compare the replicas' bytes before they become the checkpoint: None, `warn` or `fail`."""
+    """Whether to compare the replicas' bits before they become the checkpoint: None, `warn` or `fail`.
+
+    Replicas are the devices that hold the same shard of a leaf; and, in a run of several processes, what each process
+    has for itself of a leaf that is no array on a mesh (a number, a NumPy array, an array on a single device), of which
+    process 0's is saved. A leaf that is a NumPy array in one process and on a device in another counts as different.
+    `warn` logs which replicas differ and saves the step; with `fail` the save fails with a `DivergenceError`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

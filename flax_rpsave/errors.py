@@ -5,7 +5,8 @@ RPSaveError
 ├── SaveError              a step that was not saved; earlier ones are untouched
 │   ├── UnsupportedLeafError   a leaf that cannot be stored, found before anything is written
 │   ├── StepOrderError         a step that goes backwards, or exists already
-│   └── CommitTimeoutError     a step that some process did not finish in time
+│   ├── CommitTimeoutError     a step that some process did not finish in time
+│   └── DivergenceError        replicas of the state that should be equal and are not
 ├── NoCheckpointError      nothing to resume from or load (also a FileNotFoundError)
 ├── TreeMismatchError      what is stored does not fit the target (also a ValueError)
 ├── DataStateError         data-iterator state that is missing, unexpected or of another process count
@@ -36,6 +37,10 @@ class StepOrderError(SaveError, ValueError):
 
 class CommitTimeoutError(SaveError, TimeoutError):
     """A process did not report in time, so the step was not committed."""
+
+
+class DivergenceError(SaveError):
+    """Replicas have drifted apart, so the step was not committed (`check_divergence: fail`)."""
 
 
 class NoCheckpointError(RPSaveError, FileNotFoundError):

@@ -7,6 +7,8 @@ small shards are *packed*: each replica's are flattened into one vector. Nothing
 hold 1/R of the state, but for what idle replicas copy in the last round of a group. Bits are copied, not numbers: XLA
 may compute with short floats in a longer type, which changes NaNs. Programs are compiled and called under settings of
 their own (`own_settings`), so the ambient mesh and the debugging flags of the train loop do not matter.
+
+Where replicas are to be compared, every device also takes a fingerprint of each of its shards, in the same program.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,7 @@ import numpy as np
 from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from flax_rpsave import fingerprints
 from flax_rpsave.leaves import Leaf
 from flax_rpsave.planner import SavePlan, as_named_sharding
 
@@ -62,12 +65,16 @@ class Output:
 
 @dataclass
 class Program:
-    """The outputs taken from the leaves of one mesh (or one device: a mesh of one) with one set of replica axes."""
+    """The outputs taken from the leaves of one mesh (or one device: a mesh of one) with one set of replica axes.
+
+    Of the leaves in `compared` every device takes a fingerprint as well.
+    """
 
     mesh: Mesh
     replica_axes: tuple[str, ...]
     leaves: tuple[int, ...]
     outputs: tuple[Output, ...]
+    compared: tuple[int, ...] = ()
     layouts: tuple[Layout | None, ...] = ()
     staging: list[jax.Array] | None = None
     taken: bool = False
@@ -97,29 +104,45 @@ def own_settings(mesh: Mesh) -> Iterator[None]:
         yield
 
 
-def build_programs(plan: SavePlan, leaves: Sequence[Leaf], on_host: set[int]) -> list[Program]:
-    """The programs that this process takes part in, for all leaves that are not `on_host`."""
-    by_place: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
+def build_programs(
+    plan: SavePlan, leaves: Sequence[Leaf], on_host: set[int], compared: Collection[int] = ()
+) -> list[Program]:
+    """The programs that this process takes part in, for all leaves that are not `on_host`.
+
+    Those that are `compared` are fingerprinted on every device that holds a shard.
+    """
+    by_place: dict[tuple[Mesh, tuple[str, ...], bool], list[int]] = {}
     for i, leaf in enumerate(plan.leaves):
-        if i in on_host or not leaf.slices:
-            continue
-        if leaf.layout.mesh is None and leaf.layout.device is None and jax.process_index() > 0:
-            continue  # every process has such a leaf for itself: process 0 saves its own
-        mesh = _named(leaves[i].value).mesh
-        assert isinstance(mesh, Mesh)
-        by_place.setdefault((mesh, leaf.layout.replica_axes), []).append(i)
-    programs = []
-    for (mesh, axes), members in by_place.items():
-        if axes and not any(plan.leaves[i].owners.any() for i in members):
-            mesh, axes = _first_replicas(mesh, axes), ()  # the other replicas would only copy for nothing
-        if not mesh.local_devices:
-            continue
+        # Of a leaf that every process has for itself, process 0 saves its own.
+        saved = leaf.layout.mesh is not None or leaf.layout.device is not None or jax.process_index() == 0
+        if i not in on_host and leaf.slices and (saved or i in compared):
+            mesh = _named(leaves[i].value).mesh
+            assert isinstance(mesh, Mesh)
+            by_place.setdefault((mesh, leaf.layout.replica_axes, saved), []).append(i)
+    programs: list[Program] = []
+    for (mesh, axes, saved), members in by_place.items():
         members.sort(key=lambda i: (plan.leaves[i].layout.shape, plan.leaves[i].layout.dtype.name))
-        for k in range(0, len(members), _PROGRAM_LEAVES):
-            part = members[k : k + _PROGRAM_LEAVES]
-            outputs = _outputs(plan, part, math.prod(mesh.shape[a] for a in axes))
-            programs.append(Program(mesh, axes, tuple(part), tuple(outputs)))
+        to_compare = [i for i in members if i in compared]
+        if not saved:
+            programs += _cut_programs(plan, mesh, axes, [], to_compare)
+        elif axes and not any(plan.leaves[i].owners.any() for i in members):
+            # The other replicas would only copy for nothing.
+            programs += _cut_programs(plan, _first_replicas(mesh, axes), (), members, [])
+            programs += _cut_programs(plan, mesh, axes, [], to_compare)
+        else:
+            programs += _cut_programs(plan, mesh, axes, members, to_compare)
     return programs
+
+
+def _cut_programs(
+    plan: SavePlan, mesh: Mesh, axes: tuple[str, ...], saved: Sequence[int], compared: Sequence[int]
+) -> Iterator[Program]:
+    """Programs of at most `_PROGRAM_LEAVES` leaves, all of which are saved, or none."""
+    members, wanted = saved or compared, set(compared)
+    for k in range(0, len(members) if mesh.local_devices else 0, _PROGRAM_LEAVES):
+        part = members[k : k + _PROGRAM_LEAVES]
+        outputs = _outputs(plan, part, math.prod(mesh.shape[a] for a in axes)) if saved else []
+        yield Program(mesh, axes, tuple(part), tuple(outputs), tuple(i for i in part if i in wanted))
 
 
 def _named(value: Any) -> NamedSharding:
@@ -206,9 +229,11 @@ def group_by_budget(programs: Sequence[Program], max_nbytes: int | None) -> list
     room = 0
     for program in programs:
         part: Program | None = None  # what of this program is in the last group
-        for output in program.outputs:
-            nbytes = output.nbytes * len(program.mesh.local_devices)
-            leaves = {item.leaf for items in output.items for item in items}
+        left = list(program.compared)  # each is fingerprinted with the first of its slices
+        batches: list[tuple[Output, ...]] = [(output,) for output in program.outputs]
+        for outputs in batches or [()]:
+            nbytes = sum(output.nbytes for output in outputs) * len(program.mesh.local_devices)
+            leaves = {item.leaf for output in outputs for items in output.items for item in items} or set(left)
             if not groups or nbytes > room:
                 groups.append([])
                 room, part = max_nbytes, None
@@ -216,8 +241,10 @@ def group_by_budget(programs: Sequence[Program], max_nbytes: int | None) -> list
             if part is None:
                 part = Program(program.mesh, program.replica_axes, (), ())
                 groups[-1].append(part)
-            part.outputs = (*part.outputs, output)
+            part.outputs = (*part.outputs, *outputs)
             part.leaves = tuple(sorted(leaves.union(part.leaves)))
+            part.compared = (*part.compared, *(i for i in left if i in leaves))
+            left = [i for i in left if i not in leaves]
     return groups
 
 
@@ -287,12 +314,15 @@ def _recipe(plan: SavePlan, program: Program) -> tuple[Any, ...]:
 
 
 def compiled(plan: SavePlan, program: Program, leaves: Sequence[Leaf]) -> tuple[Any, Any]:
-    """The executables of a program for leaves like these: () → staging memory, and (staging, arguments) → outputs.
+    """The executables of a program for leaves like these.
 
-    The second takes its staging memory as a donation: the outputs lie in it.
+    Returns:
+      () → staging memory; and (staging, arguments) → (outputs, fingerprints), which takes its staging memory as a
+      donation: the outputs lie in it. Fingerprints have shape (devices, leaves compared, 2); None where there are none.
     """
     specs = tuple(PartitionSpec(*(axes or None for axes in plan.leaves[i].layout.spec)) for i in program.leaves)
-    copy = _jitted(program.mesh, program.replica_axes, specs, _recipe(plan, program))
+    compared = tuple(program.leaves.index(i) for i in program.compared)
+    copy = _jitted(program.mesh, program.replica_axes, specs, _recipe(plan, program), compared)
     staging = _abstract_staging(program)
 
     def empty() -> list[jax.Array]:
@@ -304,15 +334,18 @@ def compiled(plan: SavePlan, program: Program, leaves: Sequence[Leaf]) -> tuple[
 
 
 @functools.lru_cache(maxsize=256)
-def _jitted(mesh: Mesh, replica_axes: tuple[str, ...], specs: tuple[Any, ...], recipe: tuple[Any, ...]) -> Any:
-    def copy(staging: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> list[jax.Array]:
+def _jitted(
+    mesh: Mesh, replica_axes: tuple[str, ...], specs: tuple[Any, ...], recipe: tuple[Any, ...], compared: Sequence[int]
+) -> Any:
+    def copy(staging: Sequence[jax.Array], leaves: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array | None]:
         del staging  # donated: its memory takes the outputs
         replica = jax.lax.axis_index(replica_axes) if replica_axes else 0
         leaves = [
             leaf if (bits := _bits_dtype(leaf.dtype)) == leaf.dtype else jax.lax.bitcast_convert_type(leaf, bits)
             for leaf in leaves
         ]
-        return [_copied(shape, packed, copies, replica, leaves)[None] for shape, packed, copies in recipe]
+        outputs = [_copied(shape, packed, copies, replica, leaves)[None] for shape, packed, copies in recipe]
+        return outputs, fingerprints.of_arrays([leaves[k] for k in compared])[None] if compared else None
 
     everywhere = PartitionSpec(mesh.axis_names)
     copy = jax.shard_map(copy, mesh=mesh, in_specs=(everywhere, list(specs)), out_specs=everywhere, check_vma=False)

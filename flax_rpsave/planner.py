@@ -135,6 +135,29 @@ class LeafLayout:
         positions = np.arange(len(self.mesh.device_ids)).reshape([size for _, size in self.mesh.axes])
         return positions.transpose(order).reshape(self.replicas, -1)
 
+    def place(self, device: int) -> tuple[int, tuple[int, ...]]:
+        """(replica, index of the shard along each dimension) of what a device holds."""
+        if self.mesh is None:
+            return 0, (0,) * len(self.shape)
+        return _place_in_mesh(self.mesh, self.replica_axes, self.spec, device)
+
+
+@functools.lru_cache(maxsize=65536)
+def _place_in_mesh(
+    mesh: MeshLayout, replica_axes: tuple[str, ...], spec: tuple[tuple[str, ...], ...], device: int
+) -> tuple[int, tuple[int, ...]]:
+    sizes = [size for _, size in mesh.axes]
+    position = np.unravel_index(mesh.device_ids.index(device), sizes)
+    at = dict(zip([name for name, _ in mesh.axes], position, strict=True))
+
+    def along(axes: Sequence[str]) -> int:
+        index = 0
+        for axis in axes:
+            index = index * mesh.sizes[axis] + int(at[axis])
+        return index
+
+    return along(replica_axes), tuple(along(axes) for axes in spec)
+
 
 @dataclass(frozen=True)
 class LeafPlan:

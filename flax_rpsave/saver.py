@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding
 from flax_rpsave.agreement import Group
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory
+from flax_rpsave.divergence import compared_leaves
 from flax_rpsave.documents import DOCUMENT_NAMES
-from flax_rpsave.errors import ConfigError, SaveError, UnsupportedLeafError
+from flax_rpsave.errors import SaveError, UnsupportedLeafError
 from flax_rpsave.leaves import Leaf, flatten
 from flax_rpsave.planner import layout_of, plan_leaves
 from flax_rpsave.snapshot import Snapshotter
@@ -43,10 +44,6 @@ class Saver:
         context: ts.Context,
         on_commit: Callable[[SaveStats], None] | None = None,
     ):
-        if config.replica_parallel.check_divergence is not None:
-            raise ConfigError(
-                "checkpoint.replica_parallel.check_divergence: comparing replicas is not in this version yet"
-            )
         self.config = config
         self.nonce = secrets.token_hex(4)
         self.group = Group(config.commit_timeout_secs)
@@ -134,7 +131,9 @@ class Saver:
             plan = plan_leaves([layout_of(leaf.name, leaf.value) for leaf in arrays], self.config.replica_parallel)
             budget = self.config.max_staging_gb
             max_nbytes = None if budget is None else int(budget * 1e9)
-            self._snapshotter = Snapshotter(plan, arrays, jax.process_index(), max_nbytes)
+            check = self.config.replica_parallel.check_divergence is not None
+            compared = compared_leaves(plan, self.group.processes) if check else ()
+            self._snapshotter = Snapshotter(plan, arrays, self.group.process, max_nbytes, compared)
             self._signature = signature
             if self._snapshotter.groups > 1:
                 logger.warning(

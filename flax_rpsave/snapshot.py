@@ -9,21 +9,23 @@ the writer's thread and waits for the copies.
 The previous snapshot's arrays are donated to the next program, which writes into their memory: staging memory is
 touched for the first time only once. On accelerators they are dropped instead, so that the memory is the user's again
 between saves. NumPy, host-memory and sub-byte leaves are copied in the call.
+
+Where replicas are to be compared, the same programs fingerprint the shards of every device; what the host copies, the
+host fingerprints, in the call.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
-from flax_rpsave import _compat
+from flax_rpsave import _compat, fingerprints
 from flax_rpsave.leaves import Leaf
 from flax_rpsave.owner_slices import (
     Item,
@@ -36,7 +38,7 @@ from flax_rpsave.owner_slices import (
     memory_layouts,
     own_settings,
 )
-from flax_rpsave.planner import LeafLayout, LeafPlan, MeshLayout, SavePlan
+from flax_rpsave.planner import LeafLayout, LeafPlan, SavePlan
 
 _SUB_BYTE_DTYPES = ("int2", "int4", "float4_e2m1fn")
 
@@ -63,6 +65,8 @@ class Snapshot:
     plan: SavePlan
     _host: tuple[Piece, ...]
     _taken: list[tuple[Program, list[jax.Array]]] = field(repr=False)
+    _host_fingerprints: Mapping[int, Mapping[int, int]] = field(repr=False)
+    _fingerprints: list[tuple[Program, jax.Array]] = field(repr=False)
 
     def pieces(self) -> Iterator[Piece]:
         """The chunks that this process saves; waits for each copy. Consumes the snapshot."""
@@ -71,6 +75,21 @@ class Snapshot:
             program, arrays = self._taken.pop()
             for output, array in zip(program.outputs, arrays, strict=True):
                 yield from _pieces_of(self.plan, program, output, array)
+
+    def fingerprints(self) -> dict[int, dict[int, int]]:
+        """Leaf → holder → fingerprint, of the leaves compared with this group, for what this process holds.
+
+        A holder is a device by its id or, of leaves that every process has for itself, the process. Waits.
+        """
+        found = {leaf: dict(held) for leaf, held in self._host_fingerprints.items()}
+        for program, array in self._fingerprints:
+            for shard in array.addressable_shards:
+                numbers = fingerprints.fetched(np.asarray(shard.data)[0])
+                for leaf, number in zip(program.compared, numbers, strict=True):
+                    alone = self.plan.leaves[leaf].layout.mesh is None
+                    holder = shard.device.process_index if alone else shard.device.id
+                    found.setdefault(leaf, {})[holder] = number
+        return found
 
     def wait(self) -> None:
         """Returns once the copies on the devices are done."""
@@ -85,15 +104,24 @@ class Snapshotter:
       leaves: Leaves of the state; may be abstract. Those without an array are ignored.
       process: This process's index.
       max_nbytes: Bytes of staging memory that this process may hold; None for what the state needs.
+      compared: Indices of the leaves whose replicas are fingerprinted.
     """
 
-    def __init__(self, plan: SavePlan, leaves: Sequence[Leaf], process: int, max_nbytes: int | None = None):
+    def __init__(
+        self,
+        plan: SavePlan,
+        leaves: Sequence[Leaf],
+        process: int,
+        max_nbytes: int | None = None,
+        compared: Collection[int] = (),
+    ):
         self.plan = plan
         self._leaves = [leaf.without_values() for leaf in leaves]  # no snapshotter keeps a state alive
         self._process = process
         self._shards = [_parts_and_nbytes(leaf.layout) for leaf in plan.leaves]
         self._on_host = [i for i, leaf in enumerate(leaves) if _stays_on_host(leaf.value)]
-        programs = build_programs(plan, self._leaves, set(self._on_host))
+        self._compared = frozenset(compared)
+        programs = build_programs(plan, self._leaves, set(self._on_host), self._compared)
         self._groups = group_by_budget(programs, max_nbytes)
         for program in itertools.chain(*self._groups):
             program.layouts = memory_layouts(program, leaves)
@@ -122,22 +150,26 @@ class Snapshotter:
 
     def take(self, leaves: Sequence[Leaf], group: int) -> Snapshot:
         """Dispatches the copies of one group; the first group has the host values too."""
-        taken = []
+        taken, taken_fingerprints, awaited = [], [], []
         for program in self._groups[group] if self._groups else []:
-            host_owned = self._may_be_host_memory(program, leaves)
-            arrays = self._run(program, leaves)
-            if host_owned:
-                jax.block_until_ready(arrays)
+            may_change = self._may_be_host_memory(program, leaves)  # asked before: the copies take their time
+            arrays, folded = self._run(program, leaves)
+            if may_change:
+                awaited += [arrays, folded]
+            taken.append((program, list(arrays)))
+            if folded is not None:
+                taken_fingerprints.append((program, folded))
             if self._keeps_staging(program):
                 program.staging = arrays
             elif program.mesh.devices.flat[0].platform != "cpu":
-                for array in arrays:
+                for array in [*arrays, folded] if folded is not None else arrays:
                     array.copy_to_host_async()
-            taken.append((program, list(arrays)))
         host = tuple(self._host_pieces(leaves)) if group == 0 else ()
-        return Snapshot(self.plan, host, taken)
+        of_host = self._host_fingerprints(leaves) if group == 0 else {}
+        jax.block_until_ready(awaited)
+        return Snapshot(self.plan, host, taken, of_host, taken_fingerprints)
 
-    def _run(self, program: Program, leaves: Sequence[Leaf]) -> list[jax.Array]:
+    def _run(self, program: Program, leaves: Sequence[Leaf]) -> tuple[list[jax.Array], jax.Array | None]:
         make_staging, copy = self._executables(program)
         with own_settings(program.mesh):
             with program.lock:  # another thread may be about to make it
@@ -145,14 +177,15 @@ class Snapshotter:
             staging = staging or make_staging()
             shards = arguments(program, leaves)
             try:
-                return list(copy(staging, shards))
+                arrays, folded = copy(staging, shards)
             except ValueError:
                 # Asking every array for its layout is slow, so only a refusal makes us look whether it has changed.
                 if (layouts := memory_layouts(program, leaves)) == program.layouts:
                     raise
-            with program.lock:
-                program.layouts, program.executables = layouts, None
-            return list(self._executables(program)[1](staging, shards))
+                with program.lock:
+                    program.layouts, program.executables = layouts, None
+                arrays, folded = self._executables(program)[1](staging, shards)
+            return list(arrays), folded
 
     def _may_be_host_memory(self, program: Program, leaves: Sequence[Leaf]) -> bool:
         """Whether the program may read memory that the caller can write to, as NumPy arrays.
@@ -189,11 +222,23 @@ class Snapshotter:
                     yield Piece(i, (0,) * value.ndim, np.array(value, order="C", copy=True))
                 continue
             for shard in value.addressable_shards:
-                replica, shard_index = _place(plan, shard.device.id)
+                replica, shard_index = plan.layout.place(shard.device.id)
                 for t in np.flatnonzero(plan.owners == replica).tolist():
                     box = tuple(slice(o, o + c) for o, c in zip(plan.start(t), plan.chunk_shape, strict=True))
                     data = np.array(np.asarray(shard.data)[box], order="C", copy=True)
                     yield Piece(i, _chunk(plan, t, shard_index), data)
+
+    def _host_fingerprints(self, leaves: Sequence[Leaf]) -> dict[int, dict[int, int]]:
+        """Fingerprints of what the host copies, by leaf and holder."""
+        found: dict[int, dict[int, int]] = {}
+        for i in self._compared.intersection(self._on_host):
+            value = leaves[i].value
+            if self.plan.leaves[i].layout.mesh is None:
+                found[i] = {self._process: fingerprints.on_host(np.asarray(value))}
+            else:
+                held = ((shard.device.id, np.asarray(shard.data)) for shard in value.addressable_shards)
+                found[i] = {device: fingerprints.on_host(data) for device, data in held}
+        return found
 
 
 def _stays_on_host(value: Any) -> bool:
@@ -240,7 +285,7 @@ def _pieces_of(plan: SavePlan, program: Program, output: Output, array: jax.Arra
         for owner, items in enumerate(output.items):
             for item in items:
                 leaf = plan.leaves[item.leaf]
-                replica, shard_index = _place(leaf, shard.device.id)
+                replica, shard_index = leaf.layout.place(shard.device.id)
                 if replica != owner:
                     break
                 data = np.asarray(shard.data)[0].view(output.dtype) if data is None else data
@@ -259,28 +304,3 @@ def _chunk(leaf: LeafPlan, t: int, shard_index: tuple[int, ...]) -> tuple[int, .
     """The index in the chunk grid of slice t of a shard."""
     bounds = zip(shard_index, leaf.layout.shard_shape, leaf.chunk_shape, leaf.start(t), strict=True)
     return tuple(s * (n // c) + o // c for s, n, c, o in bounds)
-
-
-def _place(leaf: LeafPlan, device: int) -> tuple[int, tuple[int, ...]]:
-    """(replica, index of the shard along each dimension) of what a device holds."""
-    layout = leaf.layout
-    if layout.mesh is None:
-        return 0, (0,) * len(layout.shape)
-    return _place_in_mesh(layout.mesh, layout.replica_axes, layout.spec, device)
-
-
-@functools.lru_cache(maxsize=65536)
-def _place_in_mesh(
-    mesh: MeshLayout, replica_axes: tuple[str, ...], spec: tuple[tuple[str, ...], ...], device: int
-) -> tuple[int, tuple[int, ...]]:
-    sizes = [size for _, size in mesh.axes]
-    position = np.unravel_index(mesh.device_ids.index(device), sizes)
-    at = dict(zip([name for name, _ in mesh.axes], position, strict=True))
-
-    def along(axes: Sequence[str]) -> int:
-        index = 0
-        for axis in axes:
-            index = index * mesh.sizes[axis] + int(at[axis])
-        return index
-
-    return along(replica_axes), tuple(along(axes) for axes in spec)

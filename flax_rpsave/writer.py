@@ -31,12 +31,12 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from flax_rpsave import commit, documents
+from flax_rpsave import commit, divergence, documents
 from flax_rpsave.agreement import Group
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory, explained
 from flax_rpsave.engine import TensorStoreEngine, Written
-from flax_rpsave.errors import SaveError
+from flax_rpsave.errors import DivergenceError, SaveError
 from flax_rpsave.leaves import Leaf
 from flax_rpsave.planner import SavePlan
 from flax_rpsave.retention import steps_to_delete
@@ -145,21 +145,21 @@ class SaveRun:
                 return self._execute()
         except BaseException as error:
             self.failed = True
-            if (reason := self._give_up(error)) is not None:
-                raise SaveError(reason) from error
+            if (earlier := self._give_up(error)) is not None:
+                raise earlier from error
             raise
         finally:
             self._written.release()
 
-    def _give_up(self, error: BaseException) -> str | None:
-        """Tells the others, and removes what was written; returns the reason of a failure that came before this one.
+    def _give_up(self, error: BaseException) -> SaveError | None:
+        """Tells the others, and removes what was written; returns a failure that came before this one.
 
         Process 0 removes the directory as soon as it knows of a failure, so others that still write fail for that.
         """
         earlier = None
         try:
             if self._group.decides:
-                self._channel.decide(failure=str(error))
+                self._channel.decide(failure=error)
             else:
                 earlier = self._channel.failed()
                 self._channel.report(None, failure=str(error))
@@ -191,6 +191,7 @@ class SaveRun:
             context=self._context,
         )
         snapshot_secs = 0.0
+        fingerprints: dict[int, dict[int, int]] = {}
         for snapshot in self._groups():
             with jax.profiler.TraceAnnotation("rpsave:snapshot"):
                 waiting = time.perf_counter()
@@ -198,8 +199,9 @@ class SaveRun:
                 snapshot_secs += time.perf_counter() - waiting
             with jax.profiler.TraceAnnotation("rpsave:write"):
                 engine.write(snapshot.pieces())
+            fingerprints.update(snapshot.fingerprints())
             self._written.release()
-        written, report = self._finish(engine)
+        written, report = self._finish(engine, fingerprints)
         wrote = time.perf_counter()
         with jax.profiler.TraceAnnotation("rpsave:commit"):
             self._channel.report(report)
@@ -240,7 +242,9 @@ class SaveRun:
         if self.aborted:
             raise SaveError(f"step {self.request.step} was given up: the call that took its snapshot failed")
 
-    def _finish(self, engine: TensorStoreEngine) -> tuple[Written, dict[str, str]]:
+    def _finish(
+        self, engine: TensorStoreEngine, fingerprints: divergence.Fingerprints
+    ) -> tuple[Written, dict[str, Any]]:
         """Writes what is this process's beside the arrays; returns what was written, and the report of it."""
         request = self.request
         process = self._group.process
@@ -249,7 +253,10 @@ class SaveRun:
             {**engine.digests, **{key: documents.digest(value) for key, value in values.items()}}
         )
         values[index_key(process)] = index
-        return engine.finish(values), {"index": documents.digest(index), "plan": request.plan.fingerprint()}
+        report: dict[str, Any] = {"index": documents.digest(index), "plan": request.plan.fingerprint()}
+        if request.config.replica_parallel.check_divergence is not None:
+            report["replicas"] = divergence.build_report(request.plan, process, self._group.processes, fingerprints)
+        return engine.finish(values), report
 
     def _commit(self, temporary: Directory, item: Directory, reports: Sequence[Mapping[str, Any]]) -> None:
         request = self.request
@@ -259,6 +266,8 @@ class SaveRun:
                     f"process {process} has another state than process 0: its leaves, their shapes or their shardings "
                     "differ. Leaves that several processes hold must lie on one mesh in all of them."
                 )
+        if request.config.replica_parallel.check_divergence is not None:
+            self._check_replicas([report["replicas"] for report in reports])
         use_ocdbt = request.config.storage.use_ocdbt
         if use_ocdbt:
             store = commit.merge(item, len(reports), self._context)
@@ -281,6 +290,20 @@ class SaveRun:
         if (strings := documents.build_strings(request.leaves)) is not None:
             files[f"{prefix}{documents.STRINGS}"] = strings
         commit.publish(temporary, item, request.final, files, request.nonce)
+
+    def _check_replicas(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Warns or fails where replicas differ."""
+        request = self.request
+        if not (found := divergence.find(request.plan, reports)):
+            return
+        text = divergence.describe(found, [leaf.label for leaf in request.leaves if leaf.is_array])
+        if request.config.replica_parallel.check_divergence == "warn":
+            logger.warning("step %d is saved, but %s", request.step, text)
+            return
+        raise DivergenceError(
+            f"step {request.step}: {text}\nResume from an earlier step to make the replicas equal again "
+            "(checkpoint.replica_parallel.check_divergence is 'fail'; 'warn' would have saved this one)."
+        )
 
 
 class Writer:
