@@ -14,9 +14,15 @@ import tensorstore as ts
 
 from flax_rpsave import commit
 from flax_rpsave.config import CheckpointConfig
-from flax_rpsave.directory import Directory, open_directory
+from flax_rpsave.directory import Directory, explained, open_directory
 from flax_rpsave.documents import TreeEntry
-from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError, StepOrderError, TreeMismatchError
+from flax_rpsave.errors import (
+    CorruptCheckpointError,
+    NoCheckpointError,
+    SaveError,
+    StepOrderError,
+    TreeMismatchError,
+)
 from flax_rpsave.leaves import flatten, unflatten_to_dicts
 from flax_rpsave.planner import SavePlan, layout_of, plan_leaves
 from flax_rpsave.restore import Fit, cast, put
@@ -59,8 +65,9 @@ def save(
     """
     context = new_context()
     final = open_directory(path, context)
-    if final.exists():
-        raise StepOrderError(f"{final} exists already and is not overwritten")
+    with explained(f"{final} was not saved", SaveError):
+        if final.exists() and not commit.is_leftover(final):
+            raise StepOrderError(f"{final} exists already and is not overwritten")
     saver = Saver(_config(config), None, context)
     try:
         saver.save(

@@ -314,6 +314,8 @@ class CheckpointCallback:
         group = self._saver.group
         with group.channel("listing the steps").agreed():
             steps = commit.committed_steps(self._root) if group.decides else {}
+            if group.decides:
+                commit.warn_of_unmarked(self._root)
         shared = group.channel("the steps").share(list(steps.items()))[0]
         return {int(step): str(name) for step, name in shared}
 

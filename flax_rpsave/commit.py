@@ -9,7 +9,8 @@ what is dead before it is deleted: a save that goes on all the same then finds i
 
 In an object store nothing can be renamed: a save goes into `<step>/`, which is a step from the moment that
 `commit_success.txt` is written, last of all. Until then a file says that it is being written, and by that what an
-interrupted save left is known from what others put there.
+interrupted save left is known from what others put there. A deletion takes the marker first and that file last, so that
+at every instant a step is whole or none, and what is left of it is known.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _TMP = ".orbax-checkpoint-tmp"
 _DELETED = "deleted-"
 _LEFTOVER = re.compile(rf"[0-9]+{re.escape(_TMP)}-({_DELETED})?[0-9a-f]{{8}}")
 _PATIENCE_SECS = 3600
-_ASIDE = ("abandoned", "damaged")
+_ASIDE = ("abandoned", "damaged", "unfinished")
 _WRITING = ".rpsave-writing"
 PROCESS_DATABASE = "ocdbt.process_"
 """Each process's own database in an item's directory; the merged one refers to its data files."""
@@ -45,6 +46,18 @@ def committed_steps(root: Directory) -> dict[int, str]:
     """Steps that are visible in a run's directory, and the names of their directories, ascending."""
     found = {int(name): name for name in root.children() if _STEP.fullmatch(name)}
     return {step: name for step, name in sorted(found.items()) if is_committed(root / name)}
+
+
+def warn_of_unmarked(root: Directory) -> None:
+    """Names directories in an object store that look like steps of somebody else, but for the marker."""
+    if root.renames:
+        return
+    places = [root / name for name in root.children() if _STEP.fullmatch(name)]
+    if unmarked := [place.name for place in places if not is_committed(place) and not is_leftover(place)]:
+        logger.warning(
+            "%s: %s without %s, so passed over: not written whole, or by a version of Orbax that writes no marker",
+            root, ", ".join(unmarked), documents.COMMIT,
+        )  # fmt: skip
 
 
 def is_committed(step: Directory) -> bool:
@@ -82,7 +95,11 @@ def prepare(final: Directory, nonce: str) -> Directory:
             raise SaveError(f"{final} exists already and is not overwritten")
         if (writer := final.read(_WRITING)) is not None and identity.state(writer) == "alive":
             raise SaveError(f"{final} is being written by {identity.described(writer)}: give each run its directory")
-        final.delete()  # what an interrupted save left of it
+        if writer is not None:
+            discard(final)  # what an interrupted save left of it
+        elif final.exists():
+            moved = move_aside(final, "unfinished", nonce)
+            logger.warning("%s has no %s and is not this package's: moved aside to %s", final, documents.COMMIT, moved)
     place.write(_WRITING, identity.record(nonce))
     return place
 
@@ -111,7 +128,7 @@ def delete_leftovers(root: Directory, nonce: str, spared: dict[str, float], now:
         if root.renames:
             left = _LEFTOVER.fullmatch(name) and not name.endswith(f"-{nonce}")
         else:
-            left = _STEP.fullmatch(name) and not is_committed(place) and _WRITING in place.files()
+            left = _STEP.fullmatch(name) and is_leftover(place)
         if not left:
             continue
         writer = place.read(_WRITING)
@@ -131,7 +148,42 @@ def delete_leftovers(root: Directory, nonce: str, spared: dict[str, float], now:
             with contextlib.suppress(FileNotFoundError):  # committed or given up this moment
                 place.move_to(doomed)
             place = doomed
+        discard(place)
+
+
+def is_leftover(place: Directory) -> bool:
+    """Whether a directory in an object store is what an interrupted save or deletion of this package left."""
+    return not place.renames and not is_committed(place) and _WRITING in place.files()
+
+
+def give_up(place: Directory, nonce: str) -> None:
+    """Removes what a save wrote that failed, unless another run has taken the directory over meanwhile.
+
+    Writes may still be under way. In an object store they may land after this, so the file stays that says whose they
+    are: by it the next run knows them.
+    """
+    if place.renames or place.read(_WRITING) == identity.record(nonce):
+        discard(place, keep_record=True)
+
+
+def discard(place: Directory, *, keep_record: bool = False) -> None:
+    """Deletes a directory that is no step, or shall be none any more.
+
+    Args:
+      place: The directory.
+      keep_record: Whether the file that says who wrote it stays, in an object store.
+    """
+    if place.renames:
         place.delete()
+        return
+    place.remove(documents.COMMIT)
+    for name in place.children():
+        (place / name).delete()
+    for name in place.files():
+        if name != _WRITING:
+            place.remove(name)
+    if not keep_record:
+        place.remove(_WRITING)
 
 
 def merge(item: Directory, processes: int, context: ts.Context) -> ts.KvStore:
@@ -205,16 +257,21 @@ def move_aside(step: Directory, why: str, nonce: str) -> Directory:
 
     Args:
       step: The directory.
-      why: "abandoned" or "damaged".
+      why: "abandoned", "damaged" or "unfinished".
       nonce: Of the run.
     """
     first = f"{step.name}.{why}-{nonce}"
     taken = step.parent.children()
     names = itertools.chain([first], (f"{first}-{n}" for n in itertools.count(2)))
     target = step.parent / next(name for name in names if name not in taken)
-    if not step.renames:
-        step.remove(documents.COMMIT)  # no step any more, before its objects go one by one
+    if step.renames:
+        step.move_to(target)
+        return target
+    marker = step.read(documents.COMMIT)
+    step.remove(documents.COMMIT)  # no step any more, before its objects go one by one
     step.move_to(target)
+    if marker is not None:
+        target.write(documents.COMMIT, marker)
     return target
 
 
@@ -226,8 +283,7 @@ def delete_step(root: Directory, name: str, nonce: str) -> None:
     else:
         doomed = root / name
         doomed.write(_WRITING, identity.record(nonce))  # should the deletion be interrupted, it is known what this is
-        doomed.remove(documents.COMMIT)
-    doomed.delete()
+    discard(doomed)
 
 
 def read_metrics(step: Directory) -> dict[str, Any]:

@@ -200,6 +200,14 @@ class FileDirectory(Directory):
         return {"driver": "file", "path": f"{self.path}/"}
 
 
+_STALLED = {"TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "60", "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "256"}
+_DENIED = re.compile(r"\b(PERMISSION_DENIED|UNAUTHENTICATED)\b")
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, else the AWS profile or the instance's role",
+    "gcs": "Google's application default credentials",
+}
+
+
 @dataclass(frozen=True)
 class ObjectDirectory(Directory):
     """The objects below a prefix of a bucket.
@@ -243,7 +251,7 @@ class ObjectDirectory(Directory):
         return sorted(key for key in self._keys() if "/" not in key)
 
     def read(self, name: str) -> bytes | None:  # noqa: D102
-        with explained(f"{self}/{name} cannot be read", StorageError):
+        with self._explained(f"{self}/{name} cannot be read"):
             found = self._store().read(name).result()
         return bytes(found.value) if found.state == "value" else None
 
@@ -254,11 +262,11 @@ class ObjectDirectory(Directory):
         """A bucket has no end."""
 
     def write(self, name: str, data: bytes) -> None:  # noqa: D102
-        with explained(f"{self}/{name} cannot be written", StorageError):
+        with self._explained(f"{self}/{name} cannot be written"):
             self._store().write(name, data).result()
 
     def remove(self, name: str) -> None:  # noqa: D102
-        with explained(f"{self}/{name} cannot be removed", StorageError):
+        with self._explained(f"{self}/{name} cannot be removed"):
             self._store().write(name, None).result()
 
     def sync(self) -> None:
@@ -277,17 +285,29 @@ class ObjectDirectory(Directory):
         self.delete()
 
     def delete(self) -> None:  # noqa: D102
-        with explained(f"{self} cannot be deleted", StorageError):
+        with self._explained(f"{self} cannot be deleted"):
             self._store().delete_range(ts.KvStore.KeyRange()).result()
 
     def kvstore(self) -> dict[str, Any]:  # noqa: D102
         return {**self.spec, "path": f"{self.prefix}/" if self.prefix else ""}
 
+    @contextlib.contextmanager
+    def _explained(self, doing: str) -> Iterator[None]:
+        """Turns an error of TensorStore into a `StorageError` that says where credentials come from, if that is it."""
+        try:
+            with explained(doing, StorageError):
+                yield
+        except StorageError as error:
+            if not _DENIED.search(str(error)):
+                raise
+            source = _CREDENTIALS[self.spec["driver"]]
+            raise StorageError(f"{error} (credentials and their rights come from {source})") from error.__cause__
+
     def _store(self) -> ts.KvStore:
         return ts.KvStore.open(self.kvstore(), context=self.context).result()
 
     def _keys(self) -> list[str]:
-        with explained(f"{self} cannot be listed", StorageError):
+        with self._explained(f"{self} cannot be listed"):
             return [key.decode() for key in self._store().list().result()]
 
 
@@ -295,7 +315,9 @@ def open_directory(url: str | os.PathLike[str], context: ts.Context) -> Director
     """The directory of a path, or of a URL gs://bucket/… or s3://bucket/….
 
     The end point and region of s3:// come from AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL, and AWS_REGION or
-    AWS_DEFAULT_REGION; that of gs:// from TENSORSTORE_GCS_HTTP_URL, which TensorStore reads itself.
+    AWS_DEFAULT_REGION; that of gs:// from TENSORSTORE_GCS_HTTP_URL, which TensorStore reads itself. A request that
+    stalls is given up, and tried again, as TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS and …_LIMIT_BYTES say; where nobody
+    set them, they are set as JAX does on a Cloud TPU, since TensorStore would wait for ever.
 
     Raises:
       ConfigError: The scheme is another.
@@ -307,6 +329,8 @@ def open_directory(url: str | os.PathLike[str], context: ts.Context) -> Director
     bucket, _, prefix = rest.partition("/")
     if not bucket or scheme not in ("gs", "s3"):
         raise ConfigError(f"directory {text!r} must be a path, gs://bucket/… or s3://bucket/…")
+    for name, value in _STALLED.items():
+        os.environ.setdefault(name, value)
     spec: dict[str, Any] = {"driver": "gcs" if scheme == "gs" else "s3", "bucket": bucket}
     if scheme == "s3":
         env = os.environ
@@ -321,9 +345,11 @@ def open_directory(url: str | os.PathLike[str], context: ts.Context) -> Director
 
 @contextlib.contextmanager
 def explained(doing: str, error: type[RPSaveError]) -> Iterator[None]:
-    """Turns an error of the operating system or of TensorStore into `error`, with what was being done."""
+    """Turns an error of the operating system, of TensorStore or of storage into `error`, with what was being done."""
     try:
         yield
+    except StorageError as cause:
+        raise error(f"{doing}: {cause}") from cause
     except RPSaveError:
         raise
     except (OSError, ValueError, RuntimeError, NotImplementedError) as cause:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +13,14 @@ import tensorstore as ts
 
 from flax_rpsave.config import StorageConfig
 from flax_rpsave.directory import Directory
+from flax_rpsave.errors import ConfigError
 
 OCDBT_MANIFEST = "manifest.ocdbt"
 PRIVATE_PREFIX = ".rpsave/"
 """Keys of this package beside the arrays; stock readers do not look at them."""
 
+_RETRY_SECS = "RPSAVE_RETRY_SECS"
+_FIRST_DELAY_SECS, _LAST_DELAY_SECS = 0.1, 10  # the delay doubles from the one to the other
 _CHUNK_CACHE = "cache_pool#chunks"
 _DATA_FILE_NBYTES = 100 << 20  # several files are written in parallel, and none is too large for one request
 # Measured on trained weights and moments: `benchmarks/compression.py`.
@@ -31,9 +36,10 @@ def new_context() -> ts.Context:
 
     Chunks that are written are not kept in it: they are views of staging memory, which could then not be reused.
 
-    Requests to object stores are tried again for about a minute; TensorStore's own default is a quarter of an hour.
+    Raises:
+      ConfigError: RPSAVE_RETRY_SECS is no number of seconds.
     """
-    retries = {"max_retries": 10, "initial_delay": "100ms", "max_delay": "10s"}
+    retries = _retries(os.environ.get(_RETRY_SECS, "60"))
     spec = {
         "cache_pool": {"total_bytes_limit": 100_000_000},
         _CHUNK_CACHE: {"total_bytes_limit": 0},
@@ -45,6 +51,22 @@ def new_context() -> ts.Context:
     if "AWS_ACCESS_KEY_ID" in os.environ:
         spec["aws_credentials"] = {"type": "environment"}  # else TensorStore looks for an instance's metadata service
     return ts.Context(spec)
+
+
+def _retries(text: str) -> dict[str, Any]:
+    """How often a request to an object store is tried again, so that the delays take some seconds together.
+
+    TensorStore's own default goes on for a quarter of an hour, in which a save looks hung.
+    """
+    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?", text):
+        raise ConfigError(f"{_RETRY_SECS} must be a number of seconds, got {text!r}")
+    left, delay, tries = float(text), _FIRST_DELAY_SECS, 0
+    while left > 0 and delay < _LAST_DELAY_SECS:
+        left -= delay
+        delay *= 2
+        tries += 1
+    tries += max(0, math.ceil(left / _LAST_DELAY_SECS))
+    return {"max_retries": tries, "initial_delay": f"{_FIRST_DELAY_SECS}s", "max_delay": f"{_LAST_DELAY_SECS}s"}
 
 
 def stored_database(directory: Directory, use_ocdbt: bool) -> dict[str, Any]:

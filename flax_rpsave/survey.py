@@ -27,7 +27,8 @@ class StepRow:
       step: Its number; None for a checkpoint that is no step of a run.
       name: The name of its directory.
       state: "committed"; "incomplete": being written, or left by an interrupted save; "abandoned": moved aside by a
-        rewind; "damaged": moved aside when its step was saved again; "deleting": what an interrupted deletion left.
+        rewind; "damaged", "unfinished": moved aside when its step was saved again; "deleting": what an interrupted
+        deletion left.
       committed_ns: When it was committed, in ns since 1970; None where its document does not say.
       nbytes: Bytes of its files; None where the storage does not tell (object stores).
       metrics: Its metrics.

@@ -167,7 +167,7 @@ class SaveRun:
             logger.warning("step %d: the other processes could not be told: %s", self.request.step, unheard)
         if self._group.decides and self._temporary is not None:
             with contextlib.suppress(OSError):  # whatever stays is removed by the next run
-                self._temporary.delete()
+                commit.give_up(self._temporary, self.request.nonce)
         return earlier
 
     def _execute(self) -> SaveStats:
