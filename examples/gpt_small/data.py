@@ -35,7 +35,9 @@ def load_tokens(config: DataConfig) -> np.ndarray:
 class ShuffledBatches:
     """Endless iterator over one process's rows of batches, `[batch_size // processes, context + 1]` int32 tokens.
 
-    The batches are the same for any number of processes, and their rows are inputs and targets, overlapping. The text is cut into windows; an epoch is one pass over them in an order that depends on `(seed, epoch)` only, and
+    The batches are the same for any number of processes, and their rows are inputs and targets, overlapping.
+
+    The text is cut into windows; an epoch is one pass over them in an order that depends on `(seed, epoch)` only, and
     an epoch's last windows that fill no batch are left out. The state is therefore two counters, which
     `get_state()` returns and `set_state()` takes; it also says what it counts, so that the position in one text is
     never used in another.

@@ -16,8 +16,8 @@ POLL_SECS = 0.1
 def join_cluster() -> None:
     """Meet the other processes, through `jax.distributed`; before anything asks for a device.
 
-    Where the environment has `JAX_COORDINATOR_ADDRESS` (which jax reads), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` (which
-    it does not), these say it all; otherwise jax looks for a cluster that it knows.
+    Where the environment has `JAX_COORDINATOR_ADDRESS` (which jax reads), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`
+    (which it does not), these say it all; otherwise jax looks for a cluster that it knows.
 
     Raises:
         SystemExit: there is none.
