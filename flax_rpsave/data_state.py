@@ -72,8 +72,9 @@ def put_back(state: bytes, data: Any, stored: Stored) -> None:
         data.set_state(base64.b64decode(document["bytes"]) if "bytes" in document else document["json"])
     except Exception as error:
         raise DataStateError(
-            f"data.set_state() does not take the state in {stored.directory}: {error}. Pass the iterator of the data "
-            "that the state is of, divided among the processes as it was; or data=False, and position it yourself."
+            f"data.set_state() does not take the state in {stored.directory}. Pass the iterator of the data that it is "
+            "of, divided among the processes as it was; or data=False, and position the data yourself. "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
