@@ -97,7 +97,8 @@ def iterator(kind, shard):
     return iter(grain.DataLoader(data_source=source, sampler=sampler, operations=[grain.transforms.Batch(4)]))
 
 def resumed(kind, data, save=False):
-    with rps.CheckpointCallback(dict(directory=f"{sys.argv[1]}/{kind}", save_interval_steps=1), data=data) as checkpoint:
+    config = dict(directory=f"{sys.argv[1]}/{kind}", save_interval_steps=1)
+    with rps.CheckpointCallback(config, data=data) as checkpoint:
         try:
             say("step", checkpoint.resume(state)[1])
         except rps.DataStateError as error:
