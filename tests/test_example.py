@@ -19,6 +19,7 @@ import yaml
 from flax import nnx
 
 import flax_rpsave as rps
+from tests.processes import XLA_FLAGS
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt_small"
 PRESETS = ("config.yaml", "config_gpt2.yaml")
@@ -50,7 +51,7 @@ def start(work: Path, name: str, *options: str, interval: int = 2) -> subprocess
     """
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        "XLA_FLAGS": XLA_FLAGS,
         "JAX_COMPILATION_CACHE_DIR": str(work / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
