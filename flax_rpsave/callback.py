@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import logging
 import operator
@@ -14,13 +13,12 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from flax_rpsave import commit
+from flax_rpsave import commit, data_state
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory, explained, open_directory
 from flax_rpsave.errors import (
     ConfigError,
     CorruptCheckpointError,
-    DataStateError,
     NoCheckpointError,
     SaveError,
     StepOrderError,
@@ -31,7 +29,7 @@ from flax_rpsave.preemption import PreemptionWatch
 from flax_rpsave.restore import Fit
 from flax_rpsave.saver import Saver
 from flax_rpsave.store import new_context
-from flax_rpsave.stored import Stored, open_checkpoint
+from flax_rpsave.stored import open_checkpoint
 from flax_rpsave.writer import SaveStats, forget
 
 logger = logging.getLogger("flax_rpsave")
@@ -69,7 +67,10 @@ class CheckpointCallback:
     ):
         self.config = config if isinstance(config, CheckpointConfig) else CheckpointConfig.from_mapping(config)
         if data is not None and data is not False and not (hasattr(data, "get_state") and hasattr(data, "set_state")):
-            raise TypeError(f"data must have get_state() and set_state(), or be False; got {type(data).__qualname__}")
+            raise TypeError(
+                f"data must have get_state() and set_state(), or be False; got {type(data).__qualname__}"
+                + (": pass the iterator that the loop takes its batches from" if hasattr(data, "__iter__") else "")
+            )
         self.extra: Any = None
         self._data = data
         self._seen: int | None = None  # the step of the last call, or the one resumed from
@@ -270,7 +271,7 @@ class CheckpointCallback:
             waited_secs=waited,
             final=final,
             item=self.config.item or "default",
-            data_state=_encode_data_state(self._data),
+            data_state=data_state.encode(self._data),
             metrics=_taken(metrics or {}),
             extra=_checked_json(extra),
             replaces=damaged,
@@ -358,39 +359,16 @@ class CheckpointCallback:
         with group.channel(f"reading {directory}").agreed():
             # A context of its own: TensorStore caches by path, where another checkpoint may have been before.
             stored = open_checkpoint(directory, self.config.item, new_context())
-            data_state = self._matching_data_state(stored)
+            position = data_state.stored_state(stored, self._data, group.process, group.processes)
             leaves, structure = _filled(state, init, skip)
             fit = Fit(stored, leaves, structure, skip=skip)
             fit.read_share(group.process, group.processes)
         restored = fit.finish(group.process, group.processes)
         self.extra = stored.own.get("extra")
-        if data_state is not None:
-            self._data.set_state(data_state)
+        with group.channel(f"positioning the data for {directory}").agreed():  # else the others would train without one
+            if position is not None:
+                data_state.put_back(position, self._data, stored)
         return restored
-
-    def _matching_data_state(self, stored: Stored) -> Any:
-        if self._data is False:
-            return None
-        group = self._saver.group
-        saved_by = stored.own.get("processes", 1)
-        if self._data is not None and saved_by != group.processes and stored.data_state(0) is not None:
-            raise DataStateError(
-                f"{stored.directory} has the data-iterator states of {saved_by} processes, and this run has "
-                f"{group.processes}: they cannot be divided anew without repeating or losing data. Resume with "
-                f"{saved_by} processes, or pass data=False and position the data yourself."
-            )
-        text = stored.data_state(group.process)
-        if text is None and self._data is not None:
-            raise DataStateError(
-                f"{stored.directory} has no data-iterator state, so `data` would begin anew and repeat what the state "
-                "has seen; pass data=False to resume all the same, and position the data yourself"
-            )
-        if text is not None and self._data is None:
-            raise DataStateError(
-                f"{stored.directory} has data-iterator state, but the callback has no `data`; pass the iterator, or "
-                "data=False to pass the state over"
-            )
-        return None if text is None else _decode_data_state(text)
 
 
 def _as_step(step: Any) -> int:
@@ -453,41 +431,6 @@ def _taken(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked_json(extra: Any) -> Any:
     try:
-        return json.loads(_json(extra))
+        return json.loads(data_state.exact_json(extra))
     except (TypeError, ValueError) as error:
         raise SaveError(f"extra must be something that JSON can hold: {error}") from error
-
-
-def _json(value: Any) -> str:
-    """JSON that comes back as it was, but for tuples, which become lists."""
-    text = json.dumps(value)
-    _check_keys(value)
-    return text
-
-
-def _check_keys(value: Any) -> None:
-    if isinstance(value, dict):
-        for key, below in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"its key {key!r} would come back as text; use strings as keys")
-            _check_keys(below)
-    elif isinstance(value, (list, tuple)):
-        for below in value:
-            _check_keys(below)
-
-
-def _encode_data_state(data: Any) -> bytes | None:
-    if data is None or data is False:
-        return None
-    state = data.get_state()
-    if isinstance(state, bytes):
-        return json.dumps({"bytes": base64.b64encode(state).decode()}).encode()
-    try:
-        return _json({"json": state}).encode()
-    except (TypeError, ValueError) as error:
-        raise DataStateError(f"data.get_state() must be bytes or something that JSON can hold: {error}") from error
-
-
-def _decode_data_state(text: bytes) -> Any:
-    state = json.loads(text)
-    return base64.b64decode(state["bytes"]) if "bytes" in state else state["json"]

@@ -2,92 +2,141 @@
 
 import json
 
+import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
 import flax_rpsave as rps
 from tests.processes import run
+from tests.test_interop import STEP, WITH_TARGET
+from tests.trees import bits, mesh_of, on
 
-# A state with a leaf of each kind that processes can share or have for themselves, and how to check it.
+# A state with a leaf of each kind that processes can share or have for themselves, and Adam's moments, sharded; a train
+# step on the whole batch, gathered before it is used, so that the bits do not depend on the order in which an
+# all-reduce adds; a digest of all the state.
 STATE = """
+import hashlib, optax
+OPTIMIZER = optax.adam(0.01)
 rng = np.random.default_rng(7)
 VALUES = {
-    "replicated": rng.normal(size=(53, 8)).astype(np.float32),
-    "sharded": rng.normal(size=(48, 24)).astype(np.float32),
+    "w": rng.normal(size=(48, 24)).astype(np.float32),
     "odd": rng.normal(size=(11,)).astype(np.float32),
     "zeros": np.zeros((16, 4), np.float32),
 }
-SPECS = {"replicated": P(), "sharded": P("data"), "odd": P(), "zeros": P(None)}
+BATCHES = rng.normal(size=(8, 24, 48)).astype(np.float32)
 
-def make(zero=False):
-    state = {name: put(v * 0 if zero else v, SPECS[name]) for name, v in VALUES.items()}
-    return {**state, "own": jnp.arange(5.0) * (0 if zero else 1), "host": np.arange(4) * (0 if zero else 1), "n": 7}
+def make():
+    shared = {name: put(v) for name, v in VALUES.items()}
+    moments = jax.tree.map(
+        lambda x: put(np.zeros(x.shape, x.dtype), P("data") if x.ndim else P()),
+        jax.eval_shape(OPTIMIZER.init, VALUES["w"]),
+    )
+    own = {"own": jnp.arange(5.0), "host": np.arange(4), "n": 0}
+    return {"shared": shared, "moments": moments, "own": own}
 
-def check(state):
-    for name, values in VALUES.items():
-        for shard in state[name].addressable_shards:
-            assert np.asarray(shard.data).tobytes() == values[shard.index].tobytes(), name
-    assert (np.asarray(state["own"]) == np.arange(5.0)).all()
-    assert (state["host"] == np.arange(4)).all()
-    assert state["n"] == 7
+everywhere = NamedSharding(mesh, P())
+
+@jax.jit
+def update(shared, moments, batch):
+    batch = jax.lax.with_sharding_constraint(batch, everywhere)
+    gradient = jax.grad(lambda w: jnp.mean((batch @ w - 1.0) ** 2))(shared["w"])
+    updates, moments = OPTIMIZER.update(jax.lax.with_sharding_constraint(gradient, everywhere), moments)
+    w = jax.lax.with_sharding_constraint(optax.apply_updates(shared["w"], updates), everywhere)
+    return {**shared, "w": w}, moments
+
+def train(state):
+    step = state["own"]["n"]
+    shared, moments = update(state["shared"], state["moments"], put(BATCHES[step % 8], P("data")))
+    shardings = jax.tree.map(lambda x: x.sharding, state["moments"])
+    own = {"own": state["own"]["own"] + 1, "host": state["own"]["host"] + 1, "n": step + 1}
+    return {"shared": shared, "moments": jax.device_put(moments, shardings), "own": own}
+
+def digest(state):
+    whole = jax.jit(lambda s: s, out_shardings=everywhere)((state["shared"], state["moments"]))
+    leaves = [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(whole)]
+    leaves += [np.asarray(x) for x in jax.tree.leaves(state["own"])]
+    return hashlib.sha256(b"".join(leaf.tobytes() for leaf in leaves)).hexdigest()
 
 config = dict(directory=sys.argv[1], save_interval_steps=1, replica_parallel={"min_slice_bytes": 1},
               commit_timeout_secs=60, storage={"use_ocdbt": "raw" not in sys.argv[2:]})
 """
 
+# Three steps, saved, after what there is; then two that are not: the digests after each.
 SAVE = (
     STATE
     + """
 with rps.CheckpointCallback(config) as checkpoint:
     state, step = checkpoint.resume(make())
+    said = [digest(state)]
     for step in range(step + 1, step + 4):
+        state = train(state)
         checkpoint(step, state)
+        said.append(digest(state))
     checkpoint.wait()
-    say(checkpoint.all_steps(), checkpoint.stats.bytes_written)
+    say(checkpoint.all_steps())
+for _ in range(2):
+    state = train(state)
+    said.append(digest(state))
+say(*said)
 """
 )
 
+# The digest of what was resumed, and of the two steps after it.
 RESUME = (
     STATE
     + """
 with rps.CheckpointCallback(config) as checkpoint:
-    state, step = checkpoint.resume(make(zero=True))
-    check(state)
-    jax.block_until_ready(jax.jit(lambda s: jax.tree.map(lambda x: x * 2, s), donate_argnums=0)(
-        {name: state[name] for name in VALUES}))
-    say(step)
+    state, step = checkpoint.resume(make())
+    assert state["own"]["n"] == step == 3
+said = [digest(state)]
+for _ in range(2):
+    state = train(state)
+    said.append(digest(state))
+say(*said)
 """
 )
 
 
-@pytest.mark.parametrize("form", ["ocdbt", "raw"])
-def test_what_four_processes_save_any_number_restores(tmp_path, form):
-    args = [str(tmp_path / "run"), form]
-    saved = run(SAVE, 4, args=args)
-    assert [result.said[0].split("]")[0] for result in saved] == ["[1, 2, 3"] * 4
-    for processes, devices in ((1, 3), (2, 1), (8, 1)) if form == "ocdbt" else ((2, 2),):
-        assert {r.said[0] for r in run(RESUME, processes, devices=devices, args=args)} == {"3"}
+@pytest.fixture(scope="module", params=["ocdbt", "raw"])
+def saved_by_four(request, tmp_path_factory):
+    """A run's directory with three steps of four processes of two devices, its form, and the digests of all steps."""
+    root = tmp_path_factory.mktemp("four") / "run"
+    results = run(SAVE, 4, devices=2, args=[str(root), request.param])
+    assert [result.said[0] for result in results] == ["[1, 2, 3]"] * 4
+    (digests,) = {result.said[1] for result in results}
+    return root, request.param, digests.split()
 
 
-def test_what_one_process_saved_several_resume_and_go_on(tmp_path):
+def test_what_four_processes_save_any_number_resumes_and_goes_on_bit_equal(saved_by_four):
+    root, form, digests = saved_by_four
+    assert len(set(digests)) == 6
+    for processes, devices in ((1, 8), (2, 4), (8, 1)) if form == "ocdbt" else ((2, 4),):
+        resumed = run(RESUME, processes, devices=devices, args=[str(root), form])
+        assert [result.said[0].split() for result in resumed] == [digests[3:]] * processes, processes
+
+
+def test_what_one_process_saved_four_resume_and_go_on_bit_equal_and_three_devices_after_them(tmp_path):
     args = [str(tmp_path / "run")]
-    run(SAVE, 1, devices=4, args=args)
-    again = run(SAVE, 2, devices=2, args=args)
-    assert again[0].said[0].startswith("[1, 2, 3, 4, 5, 6]")
-    assert run(RESUME, 1, devices=3, args=args)[0].said == ["6"]
+    (alone,) = run(SAVE, 1, devices=8, args=args)
+    four = run(SAVE, 4, devices=2, args=args)
+    assert {result.said[0] for result in four} == {"[1, 2, 3, 4, 5, 6]"}
+    digests = four[0].said[1].split()
+    assert digests[:3] == alone.said[1].split()[3:]
+    (three,) = run(SAVE, 1, devices=3, args=args)
+    assert three.said[1].split()[0] == digests[3]
 
 
-@pytest.mark.parametrize("form", ["ocdbt", "raw"])
-def test_stock_orbax_restores_what_four_processes_saved(tmp_path, form):
-    run(SAVE, 4, args=[str(tmp_path / "run"), form])
-    mine = rps.load(tmp_path / "run")
-    target = {name: np.empty(np.shape(values), np.asarray(values).dtype) for name, values in mine.items()}
-    with ocp.CheckpointManager(tmp_path / "run") as manager:
-        stock = manager.restore(3, args=ocp.args.StandardRestore(target))
-    assert set(mine) == set(stock)
-    for name, values in mine.items():
-        assert np.asarray(stock[name]).tobytes() == np.asarray(values).tobytes(), name
+@pytest.mark.filterwarnings("ignore:Use `(load|save)` instead:DeprecationWarning")
+@pytest.mark.parametrize("read", WITH_TARGET)
+def test_every_stock_reader_restores_what_four_processes_saved(saved_by_four, read):
+    root, _, _ = saved_by_four
+    mine = rps.load(root, step=STEP)
+    own = jax.tree.map(np.empty_like, mine)  # 64-bit integers among them, which JAX would not take
+    spread = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on(mesh_of((4, 2)))), mine)
+    for target in (own, {**spread, "own": own["own"]}):
+        found = read(root, target)
+        assert jax.tree.map(bits, found) == jax.tree.map(bits, mine)
 
 
 def test_each_process_writes_its_share_of_a_replicated_state(tmp_path):  # report 3
@@ -157,8 +206,8 @@ def test_each_process_gets_its_own_data_state_back(tmp_path):
 def test_the_loops_thread_makes_no_collective_and_no_coordination_call_in_a_later_save(tmp_path):
     script = """
     import threading
-    from flax_rpsave import _compat, agreement
-    real = _compat.coordination_client()
+    from jax._src import distributed
+    real = distributed.global_state.client
     calls = []
     class Counting:
         def __getattr__(self, name):
@@ -166,8 +215,7 @@ def test_the_loops_thread_makes_no_collective_and_no_coordination_call_in_a_late
                 calls.append((threading.current_thread() is threading.main_thread(), name))
                 return getattr(real, name)(*args)
             return call
-    counting = Counting()
-    _compat.coordination_client = lambda: counting
+    distributed.global_state.client = Counting()  # whoever calls it: this package, jax, Orbax
     state = {f"leaf{i}": put(np.ones((64, 64), np.float32)) for i in range(74)}
     with rps.CheckpointCallback(dict(directory=sys.argv[1], save_interval_steps=1)) as checkpoint:
         checkpoint(1, state)
@@ -175,6 +223,7 @@ def test_the_loops_thread_makes_no_collective_and_no_coordination_call_in_a_late
         calls.clear()
         checkpoint(2, state)
         checkpoint.wait()
+        distributed.global_state.client = real
         in_loop = [name for main, name in calls if main]
         in_background = [name for main, name in calls if not main]
         programs = [p.executables[1].as_text() for g in checkpoint._saver._snapshotter._groups for p in g]
@@ -189,6 +238,36 @@ def test_the_loops_thread_makes_no_collective_and_no_coordination_call_in_a_late
         assert collectives == []
         assert in_background > 0
         assert programs > 0
+
+
+def test_a_save_gets_as_far_as_the_agreement_while_no_other_process_has_begun_it(tmp_path):
+    """Whatever collective or barrier were in the call, or in what it dispatches, would wait here for ever."""
+    script = """
+    import threading
+    from flax_rpsave.agreement import Channel
+    reported = threading.Event()
+    report = Channel.report
+    def announced(self, *args, **kwargs):
+        report(self, *args, **kwargs)
+        reported.set()
+    state = {"w": put(np.ones((64, 64), np.float32)), "sharded": put(np.ones((64, 64), np.float32), P("data"))}
+    with rps.CheckpointCallback(dict(directory=sys.argv[1], save_interval_steps=1)) as checkpoint:
+        checkpoint(1, state)
+        checkpoint.wait()
+        Channel.report = announced
+        go = f"{sys.argv[1]}-go"
+        if process == 0:
+            assert checkpoint(2, state)
+            assert reported.wait(60)
+            open(go, "w").close()
+        else:
+            while not os.path.exists(go):
+                time.sleep(0.02)
+            assert checkpoint(2, state)
+        checkpoint.wait()
+        say(checkpoint.all_steps())
+    """
+    assert [r.said for r in run(script, 2, devices=2, args=[str(tmp_path / "run")])] == [["[1, 2]"]] * 2
 
 
 def test_a_leaf_on_the_devices_of_some_processes_is_saved_by_them(tmp_path):

@@ -33,7 +33,9 @@ def load_tokens(config: DataConfig) -> np.ndarray:
 
 
 class ShuffledBatches:
-    """Endless iterator over batches `[batch_size, context + 1]` of int32 tokens, inputs and targets overlapping.
+    """Endless iterator over one process's rows of batches, `[batch_size // processes, context + 1]` int32 tokens.
+
+    The batches are the same for any number of processes, and their rows are inputs and targets, overlapping.
 
     The text is cut into windows; an epoch is one pass over them in an order that depends on `(seed, epoch)` only, and
     an epoch's last windows that fill no batch are left out. The state is therefore two counters, which
@@ -41,9 +43,22 @@ class ShuffledBatches:
     never used in another.
     """
 
-    def __init__(self, tokens: np.ndarray, *, batch_size: int, context: int, seed: int = 0):
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        *,
+        batch_size: int,
+        context: int,
+        seed: int = 0,
+        process: int = 0,
+        processes: int = 1,
+    ):
+        if batch_size % processes:
+            raise ValueError(f"{processes} processes must divide the batch size, got {batch_size}")
         self._tokens = tokens
         self._batch_size = batch_size
+        self._rows = batch_size // processes
+        self._first_row = process * self._rows
         self._context = context
         self._windows = (len(tokens) - 1) // context
         if self._windows < batch_size:
@@ -63,8 +78,8 @@ class ShuffledBatches:
     def __next__(self) -> np.ndarray:
         if (self._batch + 1) * self._batch_size > self._windows:
             self._move_to(epoch=self._epoch + 1, batch=0)
-        first = self._batch * self._batch_size
-        starts = self._order[first : first + self._batch_size, None] * self._context
+        first = self._batch * self._batch_size + self._first_row
+        starts = self._order[first : first + self._rows, None] * self._context
         self._batch += 1
         return self._tokens[starts + np.arange(self._context + 1)].astype(np.int32)
 

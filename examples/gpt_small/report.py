@@ -15,11 +15,13 @@ class Report:
     """The progress bar of a run and its log file.
 
     `step` is called by the training loop and `saved` by the background thread that commits, so a lock keeps lines of
-    the log whole. Losses are logged as hexadecimal floats: exact, so that two runs can be compared bit for bit.
+    the log whole. Losses are logged as hexadecimal floats: exact, so that two runs can be compared bit for bit. Of
+    several processes all but one are `quiet`.
     """
 
-    def __init__(self, path: str | Path | None, *, num_steps: int):
-        self._path = path
+    def __init__(self, path: str | Path | None, *, num_steps: int, quiet: bool = False):
+        self._quiet = quiet
+        self._path = None if quiet else path
         self._num_steps = num_steps
         self._lock = threading.Lock()
         self._bar = tqdm(disable=True)  # until the first step is known
@@ -32,6 +34,8 @@ class Report:
 
     def start(self, step: int) -> None:
         """The run starts, or goes on, after `step` steps."""
+        if self._quiet:
+            return
         tqdm.write(f"training from step {step} to {self._num_steps}")
         self._bar = tqdm(total=self._num_steps, initial=step, unit="step", disable=None)
 

@@ -50,9 +50,8 @@ def create_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def shard_batch(batch: np.ndarray, mesh: Mesh) -> jax.Array:
-    """Split a batch over the mesh's `data` axis; each process has the whole batch and copies its devices' rows."""
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    return jax.make_array_from_callback(batch.shape, sharding, lambda index: batch[index])
+    """Split a batch over the mesh's `data` axis; each process has the rows of its own devices."""
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("data")), batch)
 
 
 @nnx.jit(donate_argnums=0)
