@@ -119,7 +119,7 @@ def soak(request: Request) -> dict[str, Any]:
 
 def machine(request: Request) -> dict[str, Any]:
     """Measures the machine's limits for the bytes of the case's state."""
-    nbytes = states.state_bytes(states.CASES[request.case].abstract(request.scale))
+    nbytes = states.state_bytes(states.CASES[request.case].build(request.scale))
     return {"limits": limits.measure(Path(request.directory), nbytes)}
 
 
