@@ -16,13 +16,13 @@ import sys
 import time
 from typing import Self
 
-_BLOCK = 64 << 10  # bytes passed on at once, and the most that an idle card may send without delay
+BLOCK = 64 << 10  # bytes passed on at once, and the most that an idle card may send without delay
 
 
 class Bucket:
     """A token bucket that may go into debt: who takes more than there is waits until it is paid back.
 
-    Connections that take at the same time add to one debt, so they share the rate. `_BLOCK` caps what gathers while
+    Connections that take at the same time add to one debt, so they share the rate. `BLOCK` caps what gathers while
     nobody takes; a larger burst would pass uncounted in every save.
     """
 
@@ -38,13 +38,13 @@ class Bucket:
         if not self.bytes_per_sec:
             return 0.0
         now = time.monotonic()
-        self._tokens = min(_BLOCK, self._tokens + (now - self._filled) * self.bytes_per_sec) - nbytes
+        self._tokens = min(BLOCK, self._tokens + (now - self._filled) * self.bytes_per_sec) - nbytes
         self._filled = now
         return max(0.0, -self._tokens / self.bytes_per_sec)
 
 
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bucket: Bucket) -> None:
-    while data := await reader.read(_BLOCK):
+    while data := await reader.read(BLOCK):
         if delay := bucket.take(len(data)):
             await asyncio.sleep(delay)
         writer.write(data)
@@ -56,7 +56,7 @@ async def _connect(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server_port: int, sending: Bucket, receiving: Bucket
 ) -> None:
     """Serves one connection until both sides have said all, or one of them has gone."""
-    server_reader, server_writer = await asyncio.open_connection("127.0.0.1", server_port, limit=_BLOCK)
+    server_reader, server_writer = await asyncio.open_connection("127.0.0.1", server_port, limit=BLOCK)
     try:
         async with asyncio.TaskGroup() as both:
             both.create_task(_pass_on(reader, server_writer, sending))
@@ -77,7 +77,7 @@ async def _serve(server_port: int) -> None:
         connections.add(connection)
         connection.add_done_callback(connections.discard)
 
-    server = await asyncio.start_server(connected, "127.0.0.1", 0, limit=_BLOCK)
+    server = await asyncio.start_server(connected, "127.0.0.1", 0, limit=BLOCK)
     print(server.sockets[0].getsockname()[1], flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         print(json.dumps([sending.passed_bytes, receiving.passed_bytes]), flush=True)

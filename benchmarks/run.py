@@ -35,7 +35,7 @@ from benchmarks.states import CASES, Case, leaf_shapes, state_bytes
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "xxhash")
 _DEFAULTS = {
     "case": ["gpt2_small", "one_array"],
-    "peers": ["rpsave", "orbax_default", "orbax_rp", "orbax_single", "orbax_tuned", "orbax_tuned_single"],
+    "peers": [name for name in PEERS if name not in ("rpsave_single", "torch_dcp", "torch_dcp_async")],
     "rounds": 3,
     "saves": 3,
     "restores": 1,
@@ -155,7 +155,7 @@ class Bench:
         for turn in range(options.rounds):
             if not case.throttled:
                 self._trials(name, "", turn, {"machine": 0})
-            first = turn % len(peers)
+            first = turn % max(1, len(peers))
             for peer in peers[first:] + peers[:first]:
                 self._trials(name, peer, turn, self._work(case, peer))
         return entry

@@ -32,7 +32,8 @@ class Measure:
         found = []
         for trial in trials(results, self.kind, case, peer):
             first, *warm = trial[self.kind + "s"]
-            found += [run[self.field] / self.unit for run in ([first] if self.first else warm)]
+            runs = [first] if self.first else warm
+            found += [run[self.field] / self.unit for run in runs if self.field in run]
         return found
 
 
