@@ -10,6 +10,7 @@ is answered with the bytes that went through since the line before. It ends with
 """
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -56,16 +57,15 @@ async def _connect(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server_port: int, sending: Bucket, receiving: Bucket
 ) -> None:
     """Serves one connection until both sides have said all, or one of them has gone."""
-    server_reader, server_writer = await asyncio.open_connection("127.0.0.1", server_port, limit=BLOCK)
-    try:
-        async with asyncio.TaskGroup() as both:
-            both.create_task(_pass_on(reader, server_writer, sending))
-            both.create_task(_pass_on(server_reader, writer, receiving))
-    except* OSError:
-        pass  # a side has closed without waiting for the rest, as HTTP clients do with connections that they keep
-    finally:
-        server_writer.close()
-        writer.close()
+    with contextlib.closing(writer):
+        server_reader, server_writer = await asyncio.open_connection("127.0.0.1", server_port, limit=BLOCK)
+        with contextlib.closing(server_writer):
+            try:
+                async with asyncio.TaskGroup() as both:
+                    both.create_task(_pass_on(reader, server_writer, sending))
+                    both.create_task(_pass_on(server_reader, writer, receiving))
+            except* OSError:
+                pass  # a side has closed without waiting for the rest, as HTTP clients do with connections they keep
 
 
 async def _serve(server_port: int) -> None:

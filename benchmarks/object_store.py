@@ -81,7 +81,7 @@ class Store:
         return f'<?xml version="1.0"?><ListBucketResult>{found}</ListBucketResult>'.encode()
 
 
-async def _connected(store: Store, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def connected(store: Store, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answers the requests of a connection until its client closes it."""
     with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError), contextlib.closing(writer):
         while True:
@@ -103,7 +103,7 @@ async def _connected(store: Store, reader: asyncio.StreamReader, writer: asyncio
 
 async def _serve() -> None:
     store = Store()
-    server = await asyncio.start_server(lambda *pair: _connected(store, *pair), "127.0.0.1", 0, limit=_LIMIT)
+    server = await asyncio.start_server(lambda *pair: connected(store, *pair), "127.0.0.1", 0, limit=_LIMIT)
     print(server.sockets[0].getsockname()[1], flush=True)
     await asyncio.to_thread(sys.stdin.read)
 
