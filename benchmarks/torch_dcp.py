@@ -49,6 +49,7 @@ def save(request: Request) -> dict[str, Any]:
     baseline = meters.resident_bytes()
     meter, saves = meters.Meter(), []
     for step in range(1, request.repeats + 2):
+        dist.barrier()  # all have counted the files of the save before
         if request.process == 0:
             shutil.rmtree(checkpoints / str(step - 1), ignore_errors=True)
             os.sync()

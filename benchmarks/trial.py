@@ -16,6 +16,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ def save(request: Request) -> dict[str, Any]:
     setup_secs = time.perf_counter() - began
     meter, saves = meters.Meter(), []
     for step in range(1, request.repeats + 2):
+        multihost_utils.sync_global_devices(f"counted the files of save {step - 1}")
         if request.process == 0:
             shutil.rmtree(root / "checkpoints" / str(step - 1), ignore_errors=True)
             os.sync()
@@ -137,7 +139,12 @@ def main() -> None:
     if request.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(request.coordinator, request.processes, request.process)
-    answer = {"load_before": os.getloadavg()[0]} | KINDS[request.kind](request)
+    try:
+        answer = {"load_before": os.getloadavg()[0]} | KINDS[request.kind](request)
+    except BaseException:  # noqa: BLE001 - whatever it is, the process must end
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # an exit in good order waits for the other processes, and they wait for this one
     Path(sys.argv[2]).write_text(json.dumps(answer, default=str))
 
 

@@ -202,8 +202,9 @@ def test_process_that_fails_ends_the_trial_with_its_reason(tmp_path):
     from benchmarks import launch
     from benchmarks.request import Request
 
-    request = Request("no such kind", "mlp_4_processes", 0.001, 0, "rpsave", str(tmp_path), 1, processes=2)
-    with pytest.raises(RuntimeError, match=r"exit code 1(.|\n)*KeyError: 'no such kind'"):
+    (tmp_path / "digests.json").mkdir()  # which process 0 alone wants to write: the other waits for it
+    request = Request("save", "gpt2_small_2_processes", 0.001, 0, "rpsave", str(tmp_path), 1, processes=2)
+    with pytest.raises(RuntimeError, match=r"process 0: exit code 1(.|\n)*IsADirectoryError"):
         launch.answer(request, 1, (sys.executable, "benchmarks.trial"))
 
 
