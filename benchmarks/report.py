@@ -1,7 +1,7 @@
 """Makes the tables and plots of docs/performance.md and README.md from results files; no figure is copied by hand.
 
-python -m benchmarks.report benchmarks/results/*.json          rewrites what stands between the markers of both pages
-python -m benchmarks.report runs/<file>.json --print           only prints it
+python -m benchmarks.report benchmarks/results/<file>.json …   rewrites what stands between the markers of both pages
+python -m benchmarks.report runs/<file>.json --print            only prints it
 """
 
 import argparse
