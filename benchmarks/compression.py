@@ -23,7 +23,7 @@ import numpy as np
 import tensorstore as ts
 
 import flax_rpsave as rps
-from benchmarks.report import spread, table
+from benchmarks.tables import spread, table
 
 ROOT = Path(__file__).parent.parent
 _CHUNK = 1 << 18  # elements: less than the part of the smallest model, so that no codec sees a repetition

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import limits, peers, states
-from benchmarks.report import spread, table
+from benchmarks.tables import spread, table
 
 PyTree = Any
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}

@@ -10,6 +10,7 @@ import gc
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,41 @@ class Meter:
             storage_read_bytes=io["read_bytes"],
             called_write_bytes=io["wchar"],
         )
+
+
+def save_record(blocking_secs: float, usage: Usage, baseline: int, step: Path) -> dict[str, Any]:
+    """What is kept of a save; `baseline` is what was resident before the peer was made.
+
+    Raises:
+        RuntimeError: Nothing was saved: there are checkpointers that pass over a step without a word.
+    """
+    files = files_under(step)
+    if not files:
+        raise RuntimeError(f"there is no checkpoint in {step}")
+    return {
+        "blocking_secs": blocking_secs,
+        "commit_secs": usage.secs,
+        "cpu_secs": usage.cpu_secs,
+        "peak_over_state_bytes": usage.peak_bytes - baseline,
+        "kept_over_state_bytes": usage.after_bytes - baseline,
+        "written_bytes": usage.called_write_bytes,
+        "stored_bytes": sum(path.stat().st_size for path in files),
+        "files": len(files),
+    }
+
+
+def restore_record(usage: Usage, before: int, shared_bytes: int, differences: list[str]) -> dict[str, Any]:
+    """What is kept of a restore; `before` is what was resident when it began."""
+    return {
+        "restore_secs": usage.secs,
+        "cpu_secs": usage.cpu_secs,
+        "peak_bytes": usage.peak_bytes - before,
+        "called_read_bytes": usage.called_read_bytes,
+        "storage_read_bytes": usage.storage_read_bytes,
+        "shared_bytes": shared_bytes,
+        "bit_equal": not differences,
+        "differences": differences[:5],
+    }
 
 
 def _counters(name: str) -> dict[str, int]:

@@ -17,7 +17,7 @@ PyTree = Any
 class Peer(abc.ABC):
     """A checkpointer that writes `<directory>/<step>/`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path | str) -> None:
         self.directory = directory
 
     def prepare(self, state: PyTree) -> None:  # noqa: B027 (most peers have nothing to do here)
@@ -111,15 +111,16 @@ class OrbaxPyTree(OrbaxDefault):
 
 
 class RPSave(Peer):
-    """This project with its defaults (checksums on), but for `replica_parallel`, keys of that block."""
+    """This project with its defaults (checksums on), but for `replica_parallel`, keys of that block.
 
-    def __init__(self, directory: Path, **replica_parallel: Any) -> None:
+    The directory is a path or an s3:// URL.
+    """
+
+    def __init__(self, directory: Path | str, **replica_parallel: Any) -> None:
         super().__init__(directory)
-        from flax_rpsave import CheckpointCallback, CheckpointConfig  # so that a trial of another peer does not load it
+        from flax_rpsave import CheckpointCallback  # so that a trial of another peer does not load it
 
-        self._checkpoint = CheckpointCallback(
-            CheckpointConfig(directory=str(directory), replica_parallel=replica_parallel)
-        )
+        self._checkpoint = CheckpointCallback({"directory": str(directory), "replica_parallel": replica_parallel})
 
     def prepare(self, state: PyTree) -> None:
         self._checkpoint.resume(state)
@@ -143,11 +144,22 @@ class RPSave(Peer):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A row of the tables: what it is called there, and how it is made for a directory."""
+    """A row of the tables.
+
+    Attributes:
+        label: what it is called there.
+        make: makes the peer for a directory; None where `program` has its own way.
+        options: further arguments of `make`.
+        program: the module that does its trials.
+        requirements: what pip is to install into an environment of its own, in which the program runs; it must not need
+            JAX then. None: the program runs in this one.
+    """
 
     label: str
-    make: Callable[..., Peer]
+    make: Callable[..., Peer] | None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    program: str = "benchmarks.trial"
+    requirements: tuple[str, ...] = ()
 
     def open(self, directory: Path) -> Peer:
         return self.make(directory, **self.options)
@@ -160,11 +172,13 @@ def _other(directory: Path, name: str) -> Peer:
     return getattr(other_peers, name)(directory)
 
 
+_TORCH = {"make": None, "program": "benchmarks.torch_dcp", "requirements": ("torch==2.13.0", "numpy")}
 _FASTEST = {"use_ocdbt": False, "use_zarr3": True, "use_compression": False}
 
 PEERS = {
     "rpsave": Entry("flax_rpsave", RPSave),
     "rpsave_check": Entry("flax_rpsave, check_divergence: fail", RPSave, {"check_divergence": "fail"}),
+    "rpsave_single": Entry("flax_rpsave, single-replica", RPSave, {"enable": False}),
     "orbax_default": Entry("Orbax defaults", OrbaxDefault),
     "orbax_rp": Entry("Orbax replica-parallel", OrbaxPyTree, {"replica_parallel": True}),
     "orbax_single": Entry("Orbax single-replica", OrbaxPyTree, {"replica_parallel": False}),
@@ -173,4 +187,6 @@ PEERS = {
     "orbax_v1": Entry("Orbax v1 save_async", _other, {"name": "OrbaxV1"}),
     "jax_serialization": Entry("jax.experimental array_serialization", _other, {"name": "JaxSerialization"}),
     "numpy": Entry("np.savez, one replica", _other, {"name": "NumpyFile"}),
+    "torch_dcp": Entry("torch DCP, synchronous", **_TORCH),
+    "torch_dcp_async": Entry("torch DCP, asynchronous", **_TORCH),
 }

@@ -1,54 +1,25 @@
-"""Makes the tables of docs/performance.md and README.md from a results file, so that no figure is copied by hand.
+"""Makes the tables and plots of docs/performance.md and README.md from results files; no figure is copied by hand.
 
-python -m benchmarks.report benchmarks/results/<file>.json     rewrites what stands between the markers of both pages
-python -m benchmarks.report runs/<file>.json --print           only prints it
+python -m benchmarks.report benchmarks/results/<file>.json …   rewrites what stands between the markers of both pages
+python -m benchmarks.report runs/<file>.json --print            only prints it
 """
 
 import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks import plots, scaling
+from benchmarks.launch import ROOT
 from benchmarks.peers import PEERS
+from benchmarks.tables import Measure, Results, spread, table, trials
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "performance.md"
+IMAGES = ROOT / "docs" / "img"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-
-Results = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Measure:
-    """A quantity of the results: its column heading, and where its values lie.
-
-    Attributes:
-        heading: column heading with the unit.
-        kind: kind of trial; its list of runs is `kind + "s"`.
-        field: name in a run.
-        first: the first run of each process instead of the later, warm ones.
-        unit: what the stored value is divided by.
-        digits: decimals shown.
-    """
-
-    heading: str
-    kind: str
-    field: str
-    first: bool = False
-    unit: float = 1.0
-    digits: int = 2
-
-    def values(self, results: Results, case: str, peer: str) -> list[float]:
-        found = []
-        for trial in trials(results, self.kind, case, peer):
-            first, *warm = trial[self.kind + "s"]
-            found += [run[self.field] / self.unit for run in ([first] if self.first else warm)]
-        return found
-
 
 BLOCKING = Measure("blocking, s", "save", "blocking_secs", digits=3)
 COMMIT = Measure("to commit, s", "save", "commit_secs")
@@ -88,35 +59,27 @@ class Target:
     limit: float
 
 
-TARGET_CASE = "gpt2_small"
-TARGETS = (
-    Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 8),
-    Target("save to commit, checksums on", COMMIT, "orbax_default", 1 / 2),
-    Target("CPU-seconds a save", CPU, "orbax_rp", 1 / 2),
-    Target("restore", RESTORE, "orbax_rp", 1 / 3),
-    Target("bytes read in a restore", READ, None, 1.05),
-    Target("peak memory of a save (R = 8: the owner slices are the state)", PEAK, None, 1.15),
-)
-
-
-def trials(results: Results, kind: str, case: str, peer: str) -> list[dict[str, Any]]:
-    """The trials that did what they were to do."""
-    wanted = {"kind": kind, "case": case, "peer": peer, "error": None}
-    return [trial for trial in results["trials"] if wanted.items() <= trial.items()]
-
-
-def spread(values: Sequence[float], digits: int) -> str:
-    """Median with min and max; a dash where nothing was measured."""
-    if not values:
-        return "–"
-    middle, low, high = (f"{value:.{digits}f}" for value in (statistics.median(values), min(values), max(values)))
-    return middle if low == high else f"{middle} ({low}–{high})"
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A markdown table; all columns but the first are right-aligned."""
-    rule = ["---"] + ["---:"] * (len(headings) - 1)
-    return [f"| {' | '.join(row)} |" for row in (headings, rule, *rows)]
+README_CASE = "gpt2_small"
+TARGETS = {
+    "gpt2_small": (
+        Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 8),
+        Target("save to commit, checksums on", COMMIT, "orbax_default", 1 / 2),
+        Target("CPU-seconds a save", CPU, "orbax_rp", 1 / 2),
+        Target("restore", RESTORE, "orbax_rp", 1 / 3),
+        Target("bytes read in a restore", READ, None, 1.05),
+        Target("peak memory of a save (R = 8: the owner slices are the state)", PEAK, None, 1.15),
+    ),
+    "mlp_4_processes": (
+        Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 8),
+        Target("save to commit, checksums on", COMMIT, "orbax_rp", 1 / 3),
+    ),
+    "gpt2_small_2_processes": (
+        Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 2),
+        Target("save to commit, checksums on", COMMIT, "orbax_rp", 1 / 2),
+        Target("blocking, warm", BLOCKING, "torch_dcp_async", 1),
+        Target("save to commit, checksums on", COMMIT, "torch_dcp_async", 1),
+    ),
+}
 
 
 def peer_table(results: Results, case: str, measures: Sequence[Measure]) -> list[str]:
@@ -125,15 +88,15 @@ def peer_table(results: Results, case: str, measures: Sequence[Measure]) -> list
     return table(["", *(measure.heading for measure in measures)], rows)
 
 
-def target_table(results: Results) -> list[str]:
+def target_table(results: Results, case: str) -> list[str]:
     rows = []
-    for target in TARGETS:
-        ours = target.measure.values(results, TARGET_CASE, "rpsave")
+    for target in TARGETS[case]:
+        ours = target.measure.values(results, case, "rpsave")
         if target.against is None:
-            theirs = [results["cases"][TARGET_CASE]["state_bytes"] / target.measure.unit]
+            theirs = [results["cases"][case]["state_bytes"] / target.measure.unit]
             label = "the state's bytes"
         else:
-            theirs = target.measure.values(results, TARGET_CASE, target.against)
+            theirs = target.measure.values(results, case, target.against)
             label = PEERS[target.against].label
         if ours and theirs:
             ratio = statistics.median(ours) / statistics.median(theirs)
@@ -170,9 +133,13 @@ def failures(results: Results) -> list[str]:
         for trial in results["trials"]
         if trial["error"]
     ]
+    for case in results["cases"].values():
+        found += [f"**{PEERS[peer].label} was left out: {reason}**" for peer, reason in case.get("absent", {}).items()]
     restores = [run for trial in results["trials"] for run in trial.get("restores", [])]
-    equal = sum(run["bit_equal"] for run in restores)
-    return [*found, f"{equal} of {len(restores)} restores were bit-equal on every replica."]
+    if restores:
+        equal = sum(run["bit_equal"] for run in restores)
+        found.append(f"{equal} of {len(restores)} restores were bit-equal on every replica.")
+    return found
 
 
 def case_section(results: Results, name: str) -> list[str]:
@@ -181,8 +148,9 @@ def case_section(results: Results, name: str) -> list[str]:
     lines = [f"### `{name}`: {case['about']} ({size})", ""]
     if case["skipped"]:
         return [*lines, f"Not measured: {case['skipped']}.", ""]
-    if name == TARGET_CASE:
-        lines += [*target_table(results), ""]
+    if name in TARGETS:
+        lines += [*target_table(results, name), ""]
+    lines += [f"![Blocking and time to commit of each peer](img/{name}.png)", ""]
     for title, body in (
         ("Saving (warm saves; medians, min–max)", peer_table(results, name, SAVING)),
         ("Restoring from cold files (warm process; medians, min–max)", peer_table(results, name, RESTORING)),
@@ -192,8 +160,13 @@ def case_section(results: Results, name: str) -> list[str]:
     return lines
 
 
+def local_cases(results: Results) -> list[str]:
+    """Cases that were saved to the local disk; the others show how saving scales."""
+    return [name for name, case in results["cases"].items() if "card_bytes_per_sec" not in case]
+
+
 def render(results: Results, source: str) -> str:
-    """The page's part between the markers."""
+    """A results file's part of the page."""
     about = results["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
     origin = (
@@ -202,27 +175,32 @@ def render(results: Results, source: str) -> str:
         f"Python {about['python']}, {versions}."
     )
     lines = [origin, "", *failures(results), ""]
-    for name in results["cases"]:
+    for name in local_cases(results):
         lines += case_section(results, name)
+    lines += scaling.section(results)
     if soak := soak_table(results):
         lines += ["### Memory over many saves, garbage collector disabled", "", *soak, ""]
     return "\n".join(lines)
 
 
+def draw(results: Results) -> None:
+    """Makes the plots that `render` refers to."""
+    for name in local_cases(results):
+        if not results["cases"][name]["skipped"]:
+            plots.peers(results, name, (BLOCKING, COMMIT), IMAGES / f"{name}.png")
+    if scaling.points(results):
+        plots.scaling(scaling.points(results), scaling.points(results, sharded=True), IMAGES / scaling.IMAGE)
+
+
 def summary(results: Results) -> str:
-    """The README's part: the targets' case, its most telling measures."""
-    about, case = results["environment"], results["cases"][TARGET_CASE]
+    """The README's part: one case, its most telling measures."""
+    about, case = results["environment"], results["cases"][README_CASE]
     measures = (BLOCKING, COMMIT, CPU, PEAK, RESTORE)
-    peers = [name for name in PEERS if trials(results, "save", TARGET_CASE, name)]
-    rows = [
-        [PEERS[name].label] + [spread(m.values(results, TARGET_CASE, name), m.digits) for m in measures]
-        for name in peers
-    ]
     subject = f"{case['about'][0].upper()}{case['about'][1:]} ({case['state_bytes'] / 1e9:.2f} GB)"
     lines = [
         f"{subject}, {about['cpus']} cores; medians (min–max) of one interleaved run:",
         "",
-        *table(["", *(measure.heading for measure in measures)], rows),
+        *peer_table(results, README_CASE, measures),
     ]
     return "\n".join([*lines, ""])
 
@@ -238,17 +216,21 @@ def insert(page: str, body: str) -> str:
 
 def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = print) -> None:
     parser = argparse.ArgumentParser("benchmarks.report", description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--print", action="store_true", help="print instead of rewriting the page")
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--print", action="store_true", help="print instead of rewriting the pages and plots")
     options = parser.parse_args(arguments)
-    source = options.results.resolve()
-    results = json.loads(source.read_text())
-    body = render(results, str(source.relative_to(ROOT) if ROOT in source.parents else source))
+    bodies = []
+    for source in map(Path.resolve, options.results):
+        results = json.loads(source.read_text())
+        bodies.append(render(results, str(source.relative_to(ROOT) if ROOT in source.parents else source)))
+        if not options.print:
+            draw(results)
+            if README_CASE in results["cases"]:
+                README.write_text(insert(README.read_text(), summary(results)))
     if options.print:
-        show(body)
-        return
-    for page, part in ((PAGE, body), (README, summary(results))):
-        page.write_text(insert(page.read_text(), part))
+        show("\n".join(bodies))
+    else:
+        PAGE.write_text(insert(PAGE.read_text(), "\n".join(bodies)))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     ./scripts/bench                                    every peer, both cases, 3 rounds: about half an hour on 2 cores
     ./scripts/bench --quick                            a tiny state, one round, two peers: does it all still work?
+    ./scripts/bench --scaling                          1 to 8 hosts with a network card of 4 MB/s each: 8 minutes
     ./scripts/bench --case gpt2_small --peers rpsave,orbax_rp --rounds 1 --scale 0.1
 
 Round robin: in each round the machine's limits are measured and every peer has its turn (another one goes first in each
@@ -9,6 +10,7 @@ round), so that a noisy spell of the machine hits all of them. `benchmarks.trial
 """
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -24,17 +26,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import meters
+from benchmarks import launch, meters, object_store
+from benchmarks.launch import ROOT
 from benchmarks.peers import PEERS
-from benchmarks.states import CASES, state_bytes
-from benchmarks.trial import Request
+from benchmarks.request import LEAVES, Request
+from benchmarks.states import CASES, Case, leaf_shapes, state_bytes
 
-ROOT = Path(__file__).parent.parent
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "xxhash")
-_TRIAL_TIMEOUT_SECS = 1800
 _DEFAULTS = {
     "case": ["gpt2_small", "one_array"],
-    "peers": list(PEERS),
+    "peers": [name for name in PEERS if name not in ("rpsave_single", "torch_dcp", "torch_dcp_async")],
     "rounds": 3,
     "saves": 3,
     "restores": 1,
@@ -54,18 +55,27 @@ _QUICK = {
     "soak_saves": 5,
     "soak_scale": 0.001,
 }
+_SCALING = {
+    "case": [name for name, case in CASES.items() if case.throttled],
+    "peers": ["rpsave_single", "rpsave"],
+    "rounds": 1,
+    "soak_saves": 0,
+}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line. `--quick` changes the defaults, not what is given beside it."""
+    """The command line. `--quick` and `--scaling` change the defaults, not what is given beside them."""
     parser = argparse.ArgumentParser("bench", description="Measures checkpointers side by side.")
-    parser.add_argument("--quick", action="store_true", help="tiny state, one round, two peers: under 40 s")
+    preset = parser.add_mutually_exclusive_group()
+    preset.add_argument("--quick", action="store_true", help="tiny state, one round, two peers: under 40 s")
+    preset.add_argument("--scaling", action="store_true", help="1 to 8 hosts, a network card each: 8 minutes")
     parser.add_argument("--case", action="append", choices=CASES, help="may be repeated")
     parser.add_argument("--peers", type=peer_names, help=",".join(PEERS))
     parser.add_argument("--rounds", type=int, help="turns of each peer")
     parser.add_argument("--saves", type=int, help="warm saves a turn, after the first one")
     parser.add_argument("--restores", type=int, help="warm restores a turn, after the first one")
     parser.add_argument("--scale", type=float, help="factor on the bytes of the states")
+    parser.add_argument("--card", type=float, default=4e6, help="bytes/s of a network card (default: 4e6)")
     parser.add_argument("--soak-peers", type=peer_names, help="peers of the memory test")
     parser.add_argument("--soak-saves", type=int, help="saves of the memory test, at least 4; 0 leaves it out")
     parser.add_argument("--soak-scale", type=float, help="scale of its state")
@@ -73,7 +83,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dir", type=Path, default=ROOT / "runs", help="on the disk to be measured (default: runs/)")
     parser.add_argument("--out", type=Path, help="the JSON file (default: runs/bench-<date>.json)")
     options = parser.parse_args(arguments)
-    for name, value in (_DEFAULTS | (_QUICK if options.quick else {})).items():
+    for name, value in (_DEFAULTS | (_QUICK if options.quick else _SCALING if options.scaling else {})).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     return options
@@ -102,24 +112,16 @@ def environment(arguments: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def in_fresh_process(request: Request, devices: int) -> dict[str, Any]:
-    """The answer of a trial, run by a process of its own with that many CPU devices.
-
-    Raises:
-        RuntimeError: the trial failed; the message holds the end of what it printed.
-    """
-    answer = Path(request.directory, "answer.json")
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.trial", json.dumps(dataclasses.asdict(request)), str(answer)],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
-        capture_output=True,
-        text=True,
-        timeout=_TRIAL_TIMEOUT_SECS,
-    )
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}: {done.stderr[-3000:]}")
-    return json.loads(answer.read_text())
+def _absent(peers: Sequence[str]) -> dict[str, str]:
+    """The peers that cannot run here, and why."""
+    absent = {}
+    for peer in peers:
+        try:
+            launch.interpreter(PEERS[peer].requirements)
+        except RuntimeError as error:
+            absent[peer] = str(error)
+            print(f"{peer} is left out: {error}", flush=True)
+    return absent
 
 
 class Bench:
@@ -135,6 +137,7 @@ class Bench:
         entry = {
             "about": case.about,
             "devices": case.devices,
+            "processes": case.processes,
             "scale": options.scale,
             "state_bytes": state_bytes(case.build(options.scale)),
             "skipped": None,
@@ -144,12 +147,26 @@ class Bench:
             entry["skipped"] = f"needs {needed / 1e9:.0f} GB of memory, and {available / 1e9:.0f} GB are available"
             print(f"{name}: skipped: {entry['skipped']}", flush=True)
             return entry
+        peers = [peer for peer in options.peers if case.peers is None or peer in case.peers]
+        entry["absent"] = absent = _absent(peers)
+        peers = [peer for peer in peers if peer not in absent]
+        if case.throttled:
+            entry["card_bytes_per_sec"] = options.card
         for turn in range(options.rounds):
-            self._trials(name, "", turn, {"machine": 0})
-            first = turn % len(options.peers)
-            for peer in options.peers[first:] + options.peers[:first]:
-                self._trials(name, peer, turn, {"save": options.saves, "restore": options.restores})
+            if not case.throttled:
+                self._trials(name, "", turn, {"machine": 0})
+            first = turn % max(1, len(peers))
+            for peer in peers[first:] + peers[:first]:
+                self._trials(name, peer, turn, self._work(case, peer))
         return entry
+
+    def _work(self, case: Case, peer: str) -> dict[str, int]:
+        """The trials of a turn, and their repeats."""
+        if not case.throttled:
+            return {"save": self.options.saves, "restore": self.options.restores}
+        # One host writes everything: it takes that host's time whatever the number of hosts, and minutes in all.
+        one_writes = peer == "rpsave_single" or case.replicas == 1
+        return {"throttled_save": 1 if one_writes else self.options.saves}
 
     def run_soak(self) -> None:
         """Runs the memory test of its peers."""
@@ -160,17 +177,29 @@ class Bench:
         """Runs trials that share a directory, up to the first one that fails."""
         with tempfile.TemporaryDirectory(prefix="bench-", dir=self.options.dir) as directory:
             for kind, count in repeats.items():
-                scale = self.options.soak_scale if kind == "soak" else self.options.scale
-                request = Request(kind, case, scale, self.options.seed, peer, directory, count)
                 trial = {"kind": kind, "case": case, "peer": peer, "round": turn, "error": None}
                 self.trials.append(trial)
                 try:
-                    trial |= in_fresh_process(request, CASES[case].devices)
-                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    trial |= self._answer(kind, case, peer, directory, count)
+                except RuntimeError as error:
                     trial["error"] = str(error)
                 print(summary(trial), flush=True)
                 if trial["error"]:
                     break
+
+    def _answer(self, kind: str, name: str, peer: str, directory: str, repeats: int) -> dict[str, Any]:
+        """What came out of a trial."""
+        case, options = CASES[name], self.options
+        scale = options.soak_scale if kind == "soak" else options.scale
+        processes = 1 if kind == "machine" else case.processes
+        request = Request(kind, name, scale, options.seed, peer, directory, repeats, processes)
+        entry = PEERS.get(peer)
+        program = entry.program if entry else "benchmarks.trial"
+        python = launch.interpreter(entry.requirements if entry else ())
+        Path(directory, LEAVES).write_text(json.dumps(leaf_shapes(case.build(scale))))
+        with object_store.served() if case.throttled else contextlib.nullcontext(0) as port:
+            request = dataclasses.replace(request, server_port=port, bytes_per_sec=options.card)
+            return launch.answer(request, case.devices, (python, program))
 
 
 def summary(trial: dict[str, Any]) -> str:
@@ -178,6 +207,9 @@ def summary(trial: dict[str, Any]) -> str:
     head = f"{trial['case']} round {trial['round'] + 1} {trial['peer'] or 'machine'} {trial['kind']}: "
     if trial["error"]:
         return head + "FAILED: " + trial["error"]
+    if trial["kind"] == "throttled_save":
+        times = " ".join(f"{save['commit_secs']:.2f}" for save in trial["throttled_saves"][1:])
+        return f"{head}commit {times} s (at full speed {trial['throttled_saves'][0]['commit_secs']:.2f})"
     if trial["kind"] == "save":
         first, *warm = trial["saves"]
         names = ("blocking_secs", "commit_secs", "cpu_secs")

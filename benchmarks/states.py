@@ -28,10 +28,15 @@ class Case:
 
     Attributes:
         about: one line for the tables.
-        devices: how many CPU devices the process has.
-        replicas: how many copies of it this process's devices hold (CPU devices hold real copies).
+        devices: how many CPU devices each process has.
+        replicas: how many copies of it all devices hold (CPU devices hold real copies).
         build: scale -> tree of `jax.ShapeDtypeStruct`s without shardings; `scale` multiplies the bytes, roughly.
-        spec: how a leaf lies on the mesh `axes`.
+        axes: the mesh; its first axis runs over the processes.
+        spec: how a leaf lies on it.
+        processes: how many processes hold it.
+        throttled: whether each process reaches an object store through a network card of its own, to measure how saving
+            scales; else all write to the local disk.
+        peers: the peers that the case is about; None for all that are asked for.
     """
 
     about: str
@@ -40,6 +45,9 @@ class Case:
     build: Callable[[float], PyTree]
     axes: tuple[tuple[str, int], ...] = (("data", 8),)
     spec: Callable[[jax.ShapeDtypeStruct], PartitionSpec] = lambda leaf: PartitionSpec()
+    processes: int = 1
+    throttled: bool = False
+    peers: tuple[str, ...] | None = None
 
     def needed_bytes(self, scale: float) -> int:
         """Host memory that a trial needs at `scale`: all replicas, two staging copies, the page cache of one save."""
@@ -58,6 +66,12 @@ class Case:
 def state_bytes(tree: PyTree) -> int:
     """Bytes of one replica of `tree`."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def leaf_shapes(tree: PyTree) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Leaf -> its shape and dtype."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): (leaf.shape, leaf.dtype.name) for path, leaf in leaves}
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -100,6 +114,34 @@ def _one_array(rows: int) -> Callable[[float], PyTree]:
     return lambda scale: {"array": _float32(max(8, round(rows * scale)), 16384)}
 
 
+def _mlp(width: int) -> Callable[[float], PyTree]:
+    """12 dense layers under Adam: 24 parameters, as many first and second moments, two counters: 74 leaves."""
+
+    def build(scale: float) -> PyTree:
+        side = max(24, round(width * math.sqrt(scale) / 24) * 24)
+        params = {str(i): {"kernel": _float32(side, side), "bias": _float32(side)} for i in range(12)}
+        return jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.adam(1e-3)), params)
+
+    return build
+
+
+def _hosts(hosts: int, model: int = 1) -> Case:
+    """A state of 160 MB on hosts with a network card each: replicated over them, sharded over the devices of each."""
+    sharded = f", sharded over its {model} devices" if model > 1 else ""
+    single = ("rpsave_single",) if hosts > 1 and model == 1 else ()
+    return Case(
+        f"replicated on {hosts} host{'s' * (hosts > 1)}{sharded}",
+        devices=model,
+        replicas=hosts,
+        build=_mlp(1056),
+        axes=(("data", hosts), ("model", model)),
+        spec=lambda leaf: PartitionSpec(*[None] * (len(leaf.shape) - 1), "model") if leaf.shape else PartitionSpec(),
+        processes=hosts,
+        throttled=True,
+        peers=(*single, "rpsave"),
+    )
+
+
 CASES = {
     "gpt2_small": Case(
         "GPT-2 small in float32 with Adam moments, 446 leaves, replicated on 8 devices",
@@ -120,6 +162,24 @@ CASES = {
         replicas=8,
         build=_one_array(65536),
     ),
+    "mlp_4_processes": Case(
+        "12 dense layers in float32 with Adam moments, 74 leaves, replicated on 4 processes of one device",
+        devices=1,
+        replicas=4,
+        build=_mlp(840),
+        axes=(("data", 4),),
+        processes=4,
+    ),
+    "gpt2_small_2_processes": Case(
+        "GPT-2 small in float32 with Adam moments, 446 leaves, replicated on 2 processes of one device",
+        devices=1,
+        replicas=2,
+        build=_gpt2_small,
+        axes=(("data", 2),),
+        processes=2,
+    ),
+    **{f"hosts_{hosts}": _hosts(hosts) for hosts in (1, 2, 3, 4, 8)},
+    **{f"hosts_{hosts}x2": _hosts(hosts, model=2) for hosts in (1, 2, 4)},
 }
 
 
@@ -147,7 +207,8 @@ def materialize(abstract: PyTree, seed: int) -> tuple[PyTree, Digests]:
     """Fills `abstract` with random values on its devices.
 
     Returns:
-        The state, its arrays ready and owning their memory; and the digest of every distinct shard.
+        The state, its arrays ready and owning their memory; and the digest of every distinct shard. The same in all
+        processes that call this.
     """
     rng = np.random.default_rng(seed)
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
@@ -156,7 +217,11 @@ def materialize(abstract: PyTree, seed: int) -> tuple[PyTree, Digests]:
         host = _values(jax.tree_util.keystr(path), leaf, rng)
         parts = {_key(index, leaf.shape): index for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
         digests.append({key: _digest(host[index]) for key, index in parts.items()})
-        arrays.append(jax.device_put(_unaligned(host), leaf.sharding))
+        arrays.append(
+            jax.make_array_from_callback(
+                leaf.shape, leaf.sharding, lambda index, host=host: _unaligned(host[index]), dtype=leaf.dtype
+            )
+        )
     return jax.block_until_ready(structure.unflatten(arrays)), digests
 
 

@@ -1,52 +1,31 @@
-"""One trial: one kind of work by one peer in this process, which `run` starts fresh for every trial.
+"""One trial: one kind of work by one peer in this process, which `launch` starts fresh for every trial.
 
 A process of its own gives each peer the same empty heap and an honest first save and first restore; within it
 the first run is kept apart from the warm ones. Saving and restoring are two trials, as in real life: a run that resumes
 has none of the saved state in its memory. Before every measured piece of work dirty pages are flushed, and before a
 restore the checkpoint's files are put out of the page cache. What the allocator keeps between saves is the peer's: a
-train loop does not give memory back either.
+train loop does not give memory back either. A trial of several processes is this program in each of them; they begin
+every piece of work together.
 
     python -m benchmarks.trial '<request as JSON>' <file for the answer>
 """
 
-import dataclasses
 import gc
 import json
 import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
-from benchmarks import limits, meters, peers, states
-
-_IDLE_SECS = 0.5
-"""Between saves, so that the peer's threads have come to rest."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What a trial is to do.
-
-    Attributes:
-        kind: a key of `KINDS`.
-        case, scale, seed: the state.
-        peer: a key of `peers.PEERS`; empty where the trial has none.
-        directory: exists, empty but for what the trial before left for this one.
-        repeats: how many saves or restores after the first one.
-    """
-
-    kind: str
-    case: str
-    scale: float
-    seed: int
-    peer: str
-    directory: str
-    repeats: int
+from benchmarks import limits, meters, peers, states, throttled
+from benchmarks.request import IDLE_SECS, Request
 
 
 def save(request: Request) -> dict[str, Any]:
@@ -54,7 +33,8 @@ def save(request: Request) -> dict[str, Any]:
     root = Path(request.directory)
     abstract = states.CASES[request.case].abstract(request.scale)
     state, digests = states.materialize(abstract, request.seed)
-    (root / "digests.json").write_text(json.dumps(digests))
+    if request.process == 0:
+        (root / "digests.json").write_text(json.dumps(digests))
     meters.give_back()
     baseline = meters.resident_bytes()
     began = time.perf_counter()
@@ -63,27 +43,19 @@ def save(request: Request) -> dict[str, Any]:
     setup_secs = time.perf_counter() - began
     meter, saves = meters.Meter(), []
     for step in range(1, request.repeats + 2):
-        shutil.rmtree(root / "checkpoints" / str(step - 1), ignore_errors=True)
-        os.sync()
-        time.sleep(_IDLE_SECS)
+        multihost_utils.sync_global_devices(f"counted the files of save {step - 1}")
+        if request.process == 0:
+            shutil.rmtree(root / "checkpoints" / str(step - 1), ignore_errors=True)
+            os.sync()
+        time.sleep(IDLE_SECS)
+        multihost_utils.sync_global_devices(f"before save {step}")
         meter.start()
         blocking_secs = peer.save(step, state)
         peer.wait()
         usage = meter.stop()
-        files = meters.files_under(root / "checkpoints" / str(step))
-        saves.append(
-            {
-                "blocking_secs": blocking_secs,
-                "commit_secs": usage.secs,
-                "cpu_secs": usage.cpu_secs,
-                "peak_over_state_bytes": usage.peak_bytes - baseline,
-                "kept_over_state_bytes": usage.after_bytes - baseline,
-                "written_bytes": usage.called_write_bytes,
-                "stored_bytes": sum(path.stat().st_size for path in files),
-                "files": len(files),
-                "own_stats": peer.stats(),
-            }
-        )
+        multihost_utils.sync_global_devices(f"after save {step}")
+        record = meters.save_record(blocking_secs, usage, baseline, root / "checkpoints" / str(step))
+        saves.append(record | {"own_stats": peer.stats()})
     peer.close()
     return {"setup_secs": setup_secs, "saves": saves}
 
@@ -105,6 +77,7 @@ def restore(request: Request) -> dict[str, Any]:
         meters.drop_from_page_cache(root / "checkpoints")
         del state  # last of all: the host of a virtual machine takes freed memory back within seconds
         gc.collect()
+        multihost_utils.sync_global_devices("before restore")
         before = meters.resident_bytes()
         meter.start()
         state = jax.block_until_ready(peer.restore(step, abstract))
@@ -114,20 +87,8 @@ def restore(request: Request) -> dict[str, Any]:
         began = time.perf_counter()
         state = jax.block_until_ready(donating(state))
         first_step_secs = time.perf_counter() - began
-        restores.append(
-            {
-                "restore_secs": usage.secs,
-                "cpu_secs": usage.cpu_secs,
-                "peak_bytes": usage.peak_bytes - before,
-                "called_read_bytes": usage.called_read_bytes,
-                "storage_read_bytes": usage.storage_read_bytes,
-                "shared_bytes": shared_bytes,
-                "first_step_secs": first_step_secs,
-                "restore_and_step_secs": usage.secs + first_step_secs,
-                "bit_equal": not wrong,
-                "differences": wrong[:5],
-            }
-        )
+        stepped = {"first_step_secs": first_step_secs, "restore_and_step_secs": usage.secs + first_step_secs}
+        restores.append(meters.restore_record(usage, before, shared_bytes, wrong) | stepped)
         peer.close()
     return {"restores": restores}
 
@@ -160,7 +121,7 @@ def soak(request: Request) -> dict[str, Any]:
 
 def machine(request: Request) -> dict[str, Any]:
     """Measures the machine's limits for the bytes of the case's state."""
-    nbytes = states.state_bytes(states.CASES[request.case].abstract(request.scale))
+    nbytes = states.state_bytes(states.CASES[request.case].build(request.scale))
     return {"limits": limits.measure(Path(request.directory), nbytes)}
 
 
@@ -169,12 +130,21 @@ KINDS: dict[str, Callable[[Request], dict[str, Any]]] = {
     "restore": restore,
     "soak": soak,
     "machine": machine,
+    "throttled_save": throttled.save,
 }
 
 
 def main() -> None:
-    request = Request(**json.loads(sys.argv[1]))
-    answer = {"load_before": os.getloadavg()[0]} | KINDS[request.kind](request)
+    request = Request.from_json(sys.argv[1])
+    if request.processes > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(request.coordinator, request.processes, request.process)
+    try:
+        answer = {"load_before": os.getloadavg()[0]} | KINDS[request.kind](request)
+    except BaseException:  # noqa: BLE001 - whatever it is, the process must end
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # an exit in good order waits for the other processes, and they wait for this one
     Path(sys.argv[2]).write_text(json.dumps(answer, default=str))
 
 

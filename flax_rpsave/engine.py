@@ -6,7 +6,7 @@ written. `TensorStoreEngine` is the one for every store and codec: each batch is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -78,7 +78,7 @@ class TensorStoreEngine:
         self._context = context
         self._written = Written()
         self._describe = describe
-        self._undescribed = set(range(len(plans))) if describe else set()
+        self._undescribed = frozenset(range(len(plans))) if describe else frozenset()
         for leaf in self._undescribed:
             self._digest_document(leaf)
 
@@ -90,11 +90,10 @@ class TensorStoreEngine:
     def write(self, pieces: Iterable[Piece]) -> None:
         """See `Engine.write`."""
         transaction = ts.Transaction()
-        arrays: dict[int, ts.TensorStore] = {}
+        pieces = list(pieces)
+        arrays = self._create({piece.leaf for piece in pieces}, transaction)
         pending = []
         for piece in pieces:
-            if piece.leaf not in arrays:
-                arrays[piece.leaf] = self._create(piece.leaf, transaction)
             plan = self._plans[piece.leaf]
             key = chunk_key(plan.layout.name, piece.chunk)
             data = piece.data
@@ -109,28 +108,32 @@ class TensorStoreEngine:
     def finish(self, values: Mapping[str, bytes]) -> Written:
         """See `Engine.finish`."""
         transaction = ts.Transaction()
-        for leaf in sorted(self._undescribed):
-            self._create(leaf, transaction)
+        self._create(self._undescribed, transaction)
         store = open_database(self._database, self._context).with_transaction(transaction)
         for future in [store.write(key, value) for key, value in values.items()]:
             future.result()
         transaction.commit_sync()
         return self._written
 
-    def _create(self, leaf: int, transaction: ts.Transaction) -> Any:
-        """Opens a leaf's array for writing; the first time its document is written, if this process writes them."""
-        plan = self._plans[leaf]
-        layout = plan.layout
-        spec = array_spec(self._database, layout.name, layout.shape, layout.dtype, plan.chunk_shape, self._storage)
-        self._undescribed.discard(leaf)
-        return ts.open(
-            spec,
-            open=True,
-            create=self._describe,
-            assume_metadata=not self._describe,
-            context=self._context,
-            transaction=transaction,
-        ).result()
+    def _create(self, leaves: Set[int], transaction: ts.Transaction) -> dict[int, Any]:
+        """Opens leaves' arrays for writing; the first time their documents are written, if this process writes them.
+
+        All at once: each asks the store whether there is something, and those that ask together share one request.
+        """
+        futures = {}
+        for leaf in sorted(leaves):
+            plan = self._plans[leaf]
+            layout = plan.layout
+            futures[leaf] = ts.open(
+                array_spec(self._database, layout.name, layout.shape, layout.dtype, plan.chunk_shape, self._storage),
+                open=True,
+                create=self._describe,
+                assume_metadata=not self._describe,
+                context=self._context,
+                transaction=transaction,
+            )
+        self._undescribed = self._undescribed - leaves
+        return {leaf: future.result() for leaf, future in futures.items()}
 
     def _digest_document(self, leaf: int) -> None:
         plan = self._plans[leaf]

@@ -16,17 +16,26 @@ from benchmarks import compression
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("bench")
+def bench(directory, *arguments):
+    """The results of a run of the command."""
     out = directory / "results.json"
-    command = ["--quick", "--peers", "rpsave,orbax_default", "--dir", str(directory), "--out", str(out)]
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.run", *command], cwd=ROOT, capture_output=True, text=True, timeout=280
-    )
+    command = [sys.executable, "-m", "benchmarks.run", *arguments, "--dir", str(directory), "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [path.name for path in directory.iterdir()] == ["results.json"], "trials left files behind"
     return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    return bench(tmp_path_factory.mktemp("bench"), "--quick", "--peers", "rpsave,orbax_default")
+
+
+@pytest.fixture(scope="module")
+def scaling_results(tmp_path_factory):
+    cases = [argument for name in ("hosts_1", "hosts_2", "hosts_2x2") for argument in ("--case", name)]
+    tiny = ["--scale", "0.005", "--saves", "1", "--card", "2e6"]
+    return bench(tmp_path_factory.mktemp("scaling"), "--scaling", *cases, *tiny)
 
 
 def test_quick_run_has_one_trial_of_each_kind_and_peer(results):
@@ -99,6 +108,141 @@ def test_report_shows_every_peer_and_target(results):
     assert page.endswith("after\n")
     for text in ("| flax_rpsave |", "| Orbax defaults |", "save to commit, checksums on", "2 of 2 restores"):
         assert text in page
+
+
+def test_every_host_sends_its_share_through_its_card(scaling_results):
+    ran = {(trial["case"], trial["peer"]): trial["throttled_saves"] for trial in scaling_results["trials"]}
+    assert list(ran) == [
+        ("hosts_1", "rpsave"),
+        ("hosts_2", "rpsave_single"),
+        ("hosts_2", "rpsave"),
+        ("hosts_2x2", "rpsave"),
+    ]
+    nbytes = scaling_results["cases"]["hosts_2"]["state_bytes"]
+    for saves in ran.values():
+        assert len(saves) == 2
+        for save in saves:
+            assert 0 < save["blocking_secs"] <= save["commit_secs"]
+            assert nbytes < sum(save["sent_bytes"]) < 1.5 * nbytes
+    assert min(ran["hosts_2", "rpsave_single"][1]["sent_bytes"]) < 0.05 * nbytes
+    for case in ("hosts_2", "hosts_2x2"):
+        assert min(ran[case, "rpsave"][1]["sent_bytes"]) > 0.45 * nbytes
+
+
+def test_report_of_scaling_has_tables_model_and_plot(scaling_results, tmp_path, monkeypatch):
+    from benchmarks import report, scaling
+
+    monkeypatch.setattr(report, "IMAGES", tmp_path / "img")
+    body = report.render(scaling_results, "results.json")
+    for text in ("speed-up", "The model's fixed cost a is", "Sharded over the 2 devices", f"(img/{scaling.IMAGE})"):
+        assert text in body
+    report.draw(scaling_results)
+    assert [path.name for path in (tmp_path / "img").iterdir()] == [scaling.IMAGE]
+
+
+def test_model_and_speed_up_of_hosts():
+    from benchmarks import scaling
+
+    def point(hosts, secs, balance=1.01):
+        return scaling.Point(hosts, 40 / hosts, [40.5], [secs], [0.01], balance)
+
+    measured = [point(1, 40.5), point(2, 20.5), point(8, 6.5, balance=1.03)]
+    assert scaling.fixed_secs(measured) == pytest.approx((0.5 + 0.5 + 1.5) / 3)
+    assert scaling.speed_up(measured, measured[2]) == pytest.approx(40.5 / 6.5)
+    rows = scaling.scaling_table(measured)[2:]
+    assert ["missed" in row for row in rows] == [False, False, True]
+
+
+TINY = ["--rounds", "1", "--saves", "1", "--restores", "0", "--soak-saves", "0", "--scale", "0.001"]
+
+
+def test_processes_save_together_and_each_restores(tmp_path):
+    from benchmarks import report
+
+    case = "mlp_4_processes"
+    found = bench(tmp_path, "--case", case, "--peers", "rpsave,orbax_rp", *TINY)
+    saves = {trial["peer"]: trial["saves"] for trial in found["trials"] if trial["kind"] == "save"}
+    restores = {trial["peer"]: trial["restores"] for trial in found["trials"] if trial["kind"] == "restore"}
+    assert saves.keys() == restores.keys() == {"rpsave", "orbax_rp"}
+    for peer in saves:
+        assert all(restore["bit_equal"] for restore in restores[peer])
+        assert all(save["stored_bytes"] >= found["cases"][case]["state_bytes"] * 0.9 for save in saves[peer])
+        assert len(saves[peer][0]["own_stats"]) == 4
+    assert "Orbax replica-parallel" in report.render(found, "results.json")
+
+
+def test_torch_saves_the_same_bytes_and_restores_them(tmp_path):
+    from benchmarks import peers
+
+    case, name = "gpt2_small_2_processes", "torch_dcp_async"
+    environment = ROOT / f".venv-{peers.PEERS[name].requirements[0].replace('==', '-')}"
+    if not environment.exists():
+        pytest.skip(f"{environment.name} is made by the first benchmark that asks for torch")
+    found = bench(tmp_path, "--case", case, "--peers", f"rpsave,{name}", *TINY)
+    ran = {(trial["kind"], trial["peer"]): trial for trial in found["trials"]}
+    for peer in ("rpsave", name):
+        assert ran["save", peer]["saves"][-1]["stored_bytes"] >= found["cases"][case]["state_bytes"]
+        assert ran["restore", peer]["restores"][0]["bit_equal"]
+
+
+def test_peer_that_cannot_be_installed_is_left_out_and_says_so(monkeypatch, capsys, tmp_path):
+    from benchmarks import launch, run
+
+    def refuse(requirements):
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(launch, "interpreter", refuse)
+    options = ["--case", "mlp_4_processes", "--peers", "torch_dcp", "--rounds", "0", "--dir", str(tmp_path)]
+    entry = run.Bench(run.parse(options)).run_case("mlp_4_processes")
+    assert entry["absent"] == {"torch_dcp": "no network"}
+    assert "torch_dcp is left out: no network" in capsys.readouterr().out
+
+
+def test_process_that_fails_ends_the_trial_with_its_reason(tmp_path):
+    from benchmarks import launch
+    from benchmarks.request import Request
+
+    (tmp_path / "digests.json").mkdir()  # which process 0 alone wants to write: the other waits for it
+    request = Request("save", "gpt2_small_2_processes", 0.001, 0, "rpsave", str(tmp_path), 1, processes=2)
+    with pytest.raises(RuntimeError, match=r"process 0: exit code 1(.|\n)*IsADirectoryError"):
+        launch.answer(request, 1, (sys.executable, "benchmarks.trial"))
+
+
+def test_bucket_lets_its_rate_through_whoever_takes(monkeypatch):
+    from benchmarks import card
+
+    now = 0.0
+    monkeypatch.setattr(card.time, "monotonic", lambda: now)
+    bucket = card.Bucket()
+    assert bucket.take(10**6) == 0, "no limit is set"
+    bucket.bytes_per_sec = 1000.0
+    assert bucket.take(500) == pytest.approx(0.5)
+    assert bucket.take(500) == pytest.approx(1.0), "two connections share the rate"
+    now = 1e6
+    assert bucket.take(card.BLOCK + 1000) == pytest.approx(1.0), "no more than one block gathers while it is idle"
+    assert bucket.passed_bytes == 10**6 + 1000 + card.BLOCK + 1000
+
+
+def test_object_store_keeps_the_conditions_that_databases_rely_on():
+    from benchmarks.object_store import Store
+
+    store = Store()
+    assert store.reply("GET", "/bench/a", {}, b"")[0] == 404
+    assert store.reply("PUT", "/bench/a", {"if-none-match": "*"}, b"0123456789")[0] == 200
+    assert store.reply("PUT", "/bench/a", {"if-none-match": "*"}, b"other")[0] == 412
+    _, headers, data = store.reply("GET", "/bench/a", {}, b"")
+    assert data == b"0123456789"
+    assert store.reply("GET", "/bench/a", {"if-none-match": headers["ETag"]}, b"")[0] == 304
+    assert store.reply("GET", "/bench/a", {"range": "bytes=2-4"}, b"")[2] == b"234"
+    assert store.reply("PUT", "/bench/a", {"if-match": headers["ETag"]}, b"new")[0] == 200
+    assert store.reply("PUT", "/bench/a", {"if-match": headers["ETag"]}, b"late")[0] == 412
+    assert store.reply("GET", "/bench/a", {}, b"")[2] == b"new"
+    store.reply("PUT", "/bench/b%20c", {}, b"")
+    listed = store.reply("GET", "/bench/?list-type=2&prefix=b%20", {}, b"")[2]
+    assert b"<Key>b c</Key>" in listed
+    assert b"<Key>a</Key>" not in listed
+    assert store.reply("DELETE", "/bench/a", {}, b"")[0] == 204
+    assert store.reply("HEAD", "/bench/a", {}, b"")[0] == 404
 
 
 def test_case_that_does_not_fit_in_memory_is_skipped_and_says_so(monkeypatch, capsys):
