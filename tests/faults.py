@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
+import flax_rpsave.engines
 import flax_rpsave.writer
-from flax_rpsave.engine import TensorStoreEngine
+from flax_rpsave.engines import DirectEngine, TensorStoreEngine
 
 _PATIENCE_SECS = 30  # after which a test that waits for an event has failed
 
@@ -49,10 +50,11 @@ def waited_for(writer: flax_rpsave.writer.Writer) -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def engine(replacement: type[TensorStoreEngine]) -> Iterator[None]:
-    """Saves go through another engine."""
+def engine(fault: type) -> Iterator[None]:
+    """Saves go through engines with a fault: a class whose methods come before the engine's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flax_rpsave.writer, "TensorStoreEngine", replacement)
+        for real in (DirectEngine, TensorStoreEngine):
+            patch.setattr(flax_rpsave.engines, real.__name__, type(real.__name__, (fault, real), {}))
         yield
 
 
@@ -61,7 +63,7 @@ def gated_writer() -> Iterator[Gate]:
     """Saves in the block are not written before the gate opens; leaving the block opens it."""
     gate = Gate(threading.Event(), threading.Event())
 
-    class Gated(TensorStoreEngine):
+    class Gated:
         def write(self, pieces):
             gate.reached.set()
             assert gate.opened.wait(_PATIENCE_SECS)
@@ -78,7 +80,7 @@ def gated_writer() -> Iterator[Gate]:
 def failing_writer(error: BaseException) -> Iterator[None]:
     """Saves in the block fail when their chunks were written. The block must not end before they do."""
 
-    class Failing(TensorStoreEngine):
+    class Failing:
         def finish(self, values):
             raise error
 

@@ -229,7 +229,7 @@ def test_waiting_for_the_save_before_is_logged_and_in_the_stats(root, caplog):
     caplog.set_level(logging.INFO, "flax_rpsave")
     with rps.CheckpointCallback(config(root)) as checkpoint, faults.waited_for(checkpoint._saver.writer) as waited_for:
 
-        class Awaited(faults.TensorStoreEngine):
+        class Awaited:
             """The first save goes on a while after the loop began to wait for it."""
 
             def write(self, pieces):
@@ -767,7 +767,7 @@ def test_a_background_failure_is_raised_at_the_next_call_with_its_cause_report_3
 def test_the_call_that_raises_for_the_save_before_does_not_use_up_its_own_boundary_report_36(root):
     with rps.CheckpointCallback(config(root)) as checkpoint, faults.waited_for(checkpoint._saver.writer) as waited_for:
 
-        class FailsLate(faults.TensorStoreEngine):
+        class FailsLate:
             def write(self, pieces):
                 assert waited_for.wait(30)
                 raise OSError("gone")
@@ -1162,7 +1162,7 @@ import flax_rpsave as rps
 
 atexit.register(print, "a handler that the program registered")
 
-class AtExit(faults.TensorStoreEngine):
+class AtExit:
     def write(self, pieces):
         threading.main_thread().join()
         super().write(pieces)

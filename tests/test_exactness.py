@@ -191,7 +191,7 @@ def test_what_is_saved_is_the_state_of_the_call_while_steps_donate_it_report_8(t
 
 
 def test_saves_that_are_always_slower_than_the_steps_between_them_change_nothing(tmp_path, straight):
-    class Slow(faults.TensorStoreEngine):
+    class Slow:
         """Ends when the loop has gone on by two steps, or waits for it."""
 
         def write(self, pieces):

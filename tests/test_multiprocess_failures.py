@@ -42,13 +42,15 @@ def resumed_step(directory):
 
 def test_a_write_that_fails_in_one_process_is_raised_in_all_and_the_next_save_works(tmp_path):
     script = loop("""
-    from flax_rpsave.engine import TensorStoreEngine
-    write = TensorStoreEngine.write
-    def failing(self, pieces):
-        if process == 1 and "2.orbax" in str(self._database):
-            raise OSError(28, "No space left on device", "/ckpt/data")
-        write(self, pieces)
-    TensorStoreEngine.write = failing
+    from tests import faults
+    class Failing:
+        writes = 0
+        def write(self, pieces):
+            Failing.writes += 1
+            if process == 1 and Failing.writes == 2:
+                raise OSError(28, "No space left on device", "/ckpt/data")
+            super().write(pieces)
+    faults.engine(Failing).__enter__()
     with rps.CheckpointCallback(config) as checkpoint:
         checkpoint(1, make(1))
         checkpoint(2, make(2))
@@ -72,14 +74,16 @@ def test_a_write_that_fails_in_one_process_is_raised_in_all_and_the_next_save_wo
 
 def test_a_process_that_is_late_is_named_and_the_next_save_works(tmp_path):
     script = loop("""
-    from flax_rpsave.engine import TensorStoreEngine
-    write = TensorStoreEngine.write
-    def late(self, pieces):
-        if process == 1 and "2.orbax" in str(self._database):
-            while not os.path.exists(directory() + "/go"):
-                time.sleep(0.05)
-        write(self, pieces)
-    TensorStoreEngine.write = late
+    from tests import faults
+    class Late:
+        writes = 0
+        def write(self, pieces):
+            Late.writes += 1
+            if process == 1 and Late.writes == 2:
+                while not os.path.exists(directory() + "/go"):
+                    time.sleep(0.05)
+            super().write(pieces)
+    faults.engine(Late).__enter__()
     with rps.CheckpointCallback(config) as checkpoint:
         checkpoint(1, make(1))
         checkpoint(2, make(2))
@@ -109,9 +113,9 @@ def test_a_process_that_is_late_is_named_and_the_next_save_works(tmp_path):
 def test_survivors_of_a_killed_worker_are_told_and_nothing_incomplete_is_visible(tmp_path, phase):
     script = loop("""
     from flax_rpsave.agreement import Channel
-    from flax_rpsave.engine import TensorStoreEngine
+    from flax_rpsave.direct import DirectEngine
     from flax_rpsave.snapshot import Snapshotter
-    owner, name = {"snapshot": (Snapshotter, "take"), "write": (TensorStoreEngine, "write"),
+    owner, name = {"snapshot": (Snapshotter, "take"), "write": (DirectEngine, "write"),
                    "agreement": (Channel, "report")}[sys.argv[3]]
     real, calls = getattr(owner, name), []
     def dying(*args, **kwargs):
