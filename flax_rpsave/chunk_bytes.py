@@ -13,6 +13,7 @@ import numpy as np
 
 # Bytes are moved as plain numbers: NumPy copies those faster than elements of added types such as bfloat16.
 _PLAIN = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_SCRATCH_NBYTES = 256 << 10
 
 
 class ChunkBytes:
@@ -54,15 +55,20 @@ class ChunkBytes:
     def digest(self, hasher: Any, begin: int, copied: np.ndarray) -> None:
         """Digests what `copy` has copied, without the zeros around the values."""
         first, last = self.values_before(begin), self.values_before(begin + len(copied))
-        if self._padded_within:
-            values, copied = ChunkBytes(self._values, self._values.shape), np.empty(last - first, np.uint8)
-            values.copy(first, copied)
-        hasher.update(copied[: last - first])
+        if not self._padded_within:
+            hasher.update(copied[: last - first])
+            return
+        values, scratch = ChunkBytes(self._values, self._values.shape), np.empty(_SCRATCH_NBYTES, np.uint8)
+        for at in range(first, last, _SCRATCH_NBYTES):
+            part = scratch[: last - at]
+            values.copy(at, part)
+            hasher.update(part)
 
     def values_before(self, end: int) -> int:
         """How many of the first `end` bytes are of values, not zeros."""
         count, below, size = 0, int(self._values.nbytes), self.nbytes
-        for n, c in zip(self._values.shape, self._chunk_shape, strict=True):
+        shape: tuple[int, ...] = self._values.shape
+        for n, c in zip(shape, self._chunk_shape, strict=True):
             if end >= size or not below:
                 break
             below, size = below // n, size // c

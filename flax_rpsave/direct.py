@@ -33,7 +33,6 @@ from flax_rpsave.snapshot import Piece
 from flax_rpsave.store import MAX_INLINE_NBYTES, OCDBT_MANIFEST, array_document, chunk_key, document_key
 
 BLOCK_NBYTES = 8 << 20
-_STEP_NBYTES = 256 << 10  # what is copied and digested at a time: it is in the processor's cache for the second
 _LARGE_NBYTES = 1 << 20  # values from this size on begin at a multiple of `ALIGNMENT`, others at one of:
 _SMALL_ALIGNMENT = 64
 
@@ -302,10 +301,8 @@ class DirectEngine:
                 self._digesting.wait_for(lambda: value.digested == part.begin or self._error is not None)
                 if self._error is not None:
                     return False
-        for begin in range(part.begin, part.end, _STEP_NBYTES):
-            step = out[begin - part.begin : begin - part.begin + _STEP_NBYTES]
-            value.source.copy(begin, step)
-            value.source.digest(value.hasher, begin, step)
+        value.source.copy(part.begin, out)
+        value.source.digest(value.hasher, part.begin, out)
         if part.end == value.source.nbytes:
             self._written.digests[value.key] = value.hasher.hexdigest()
         else:

@@ -117,13 +117,13 @@ def files_in(directory: pathlib.Path) -> dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def mounted(directory: pathlib.Path, options: str) -> Iterator[None]:
-    """A tmpfs at a directory; skips the test where that is not permitted."""
+def mounted(directory: pathlib.Path, options: str, kind: str = "tmpfs") -> Iterator[None]:
+    """A file system in memory at a directory; skips the test where that is not permitted."""
     directory.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+    command = ["mount", "-t", kind, "-o", options, kind, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+        pytest.skip(f"a {kind} cannot be mounted here: {done.stderr.strip()}")
     try:
         yield
     finally:

@@ -924,7 +924,9 @@ def test_on_commit_is_not_called_for_a_save_that_failed(root):
     assert seen == []
 
 
-def test_the_stats_are_an_immutable_and_complete_record(root):
+@pytest.mark.parametrize("engine", ["direct", "tensorstore"])
+def test_the_stats_are_an_immutable_and_complete_record(root, engine, monkeypatch):
+    monkeypatch.setenv("RPSAVE_ENGINE", engine)
     with rps.CheckpointCallback(config(root)) as checkpoint:
         assert checkpoint.stats is None
         checkpoint(10, {"x": jnp.zeros((4, 5)), "y": np.zeros(3, np.int8), "s": "text", "e": {}})
@@ -932,7 +934,7 @@ def test_the_stats_are_an_immutable_and_complete_record(root):
         stats = checkpoint.stats
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.step = 11
-    assert (stats.step, stats.leaves, stats.bytes_written, stats.engine) == (10, 4, 4 * 5 * 4 + 3, "tensorstore")
+    assert (stats.step, stats.leaves, stats.bytes_written, stats.engine) == (10, 4, 4 * 5 * 4 + 3, engine)
     times = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats) if f.name.endswith("_secs")}
     assert set(times) == {
         "blocking_secs", "waited_secs", "snapshot_secs", "write_secs", "commit_secs", "total_secs",

@@ -50,7 +50,8 @@ def test_a_write_that_fails_in_one_process_is_raised_in_all_and_the_next_save_wo
             if process == 1 and Failing.writes == 2:
                 raise OSError(28, "No space left on device", "/ckpt/data")
             super().write(pieces)
-    faults.engine(Failing).__enter__()
+    fault = faults.engine(Failing)
+    fault.__enter__()
     with rps.CheckpointCallback(config) as checkpoint:
         checkpoint(1, make(1))
         checkpoint(2, make(2))
@@ -83,7 +84,8 @@ def test_a_process_that_is_late_is_named_and_the_next_save_works(tmp_path):
                 while not os.path.exists(directory() + "/go"):
                     time.sleep(0.05)
             super().write(pieces)
-    faults.engine(Late).__enter__()
+    fault = faults.engine(Late)
+    fault.__enter__()
     with rps.CheckpointCallback(config) as checkpoint:
         checkpoint(1, make(1))
         checkpoint(2, make(2))
