@@ -559,6 +559,7 @@ def test_skipped_abstract_leaves_come_from_init(root):
 # Damage
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_a_damaged_newest_step_is_passed_over_and_saved_again_reports_29_33_and_34(root, caplog):
     train(root, 10, 20, 30)
     damage(root, 30)
@@ -1184,6 +1185,7 @@ print("end of main", flush=True)
 """
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_a_program_that_ends_without_close_commits_its_save_reports_24_and_39(root):
     done = faults.run_python(AT_EXIT, root, "works", "raise")
     assert (done.returncode, done.stderr) == (0, "")
@@ -1191,6 +1193,7 @@ def test_a_program_that_ends_without_close_commits_its_save_reports_24_and_39(ro
     assert rps.load(root)["x"].tolist() == [1.0] * 4
 
 
+@pytest.mark.usefixtures("each_engine")
 @pytest.mark.parametrize("on_error", ["raise", "log"])
 def test_a_program_that_ends_without_close_fails_where_its_save_does_reports_24_and_39(root, on_error):
     done = faults.run_python(AT_EXIT, root, "fails", on_error)

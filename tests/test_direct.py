@@ -1,4 +1,4 @@
-"""Direct writes put down the same database as TensorStore, whatever the chunks, and do no harm where they are refused."""
+"""Direct writes make the same database as TensorStore, whatever the chunks, and do no harm where they are refused."""
 
 import contextlib
 import errno
@@ -38,8 +38,8 @@ from flax_rpsave.store import MAX_INLINE_NBYTES, database, new_context, open_dat
 from tests import faults, trees
 
 DTYPES = [
-    "bool", "int2", "int4", "int8", "uint16", "int32", "uint64", "float16", "bfloat16", "float32", "float64", "complex64",
-    "complex128", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn",
+    "bool", "int2", "int4", "int8", "uint16", "int32", "uint64", "float16", "bfloat16", "float32", "float64",
+    "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn",
 ]  # fmt: skip
 PROFILE = hypothesis.settings(max_examples=80, deadline=None)
 

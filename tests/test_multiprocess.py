@@ -78,6 +78,7 @@ def test_what_one_process_saved_several_resume_and_go_on(tmp_path):
     assert run(RESUME, 1, devices=3, args=args)[0].said == ["6"]
 
 
+@pytest.mark.usefixtures("each_engine")
 @pytest.mark.parametrize("form", ["ocdbt", "raw"])
 def test_stock_orbax_restores_what_four_processes_saved(tmp_path, form):
     run(SAVE, 4, args=[str(tmp_path / "run"), form])

@@ -40,6 +40,7 @@ def resumed_step(directory):
     return int(run(RESUME, 1, args=[str(directory), "20"])[0].said[0])
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_a_write_that_fails_in_one_process_is_raised_in_all_and_the_next_save_works(tmp_path):
     script = loop("""
     from tests import faults
@@ -115,9 +116,8 @@ def test_a_process_that_is_late_is_named_and_the_next_save_works(tmp_path):
 def test_survivors_of_a_killed_worker_are_told_and_nothing_incomplete_is_visible(tmp_path, phase):
     script = loop("""
     from flax_rpsave.agreement import Channel
-    from flax_rpsave.direct import DirectEngine
-    from flax_rpsave.snapshot import Snapshotter
-    owner, name = {"snapshot": (Snapshotter, "take"), "write": (DirectEngine, "write"),
+    from flax_rpsave.snapshot import Snapshot, Snapshotter
+    owner, name = {"snapshot": (Snapshotter, "take"), "write": (Snapshot, "pieces"),
                    "agreement": (Channel, "report")}[sys.argv[3]]
     real, calls = getattr(owner, name), []
     def dying(*args, **kwargs):
@@ -195,6 +195,7 @@ def test_processes_with_different_states_are_refused(tmp_path):
         assert "another state" in result.said[0]
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_one_damaged_chunk_makes_all_processes_fall_back_to_the_step_before(tmp_path):
     args = [str(tmp_path / "run"), "20"]
     script = loop("""

@@ -19,7 +19,7 @@ PROFILE = hypothesis.settings(max_examples=60, deadline=None)
 
 
 def keys():
-    """Few of many prefixes, so that keys share long beginnings, are one another's beginnings, or have no byte in common."""
+    """Keys that share long beginnings, are one another's beginnings, or have no byte in common."""
     part = st.sampled_from(
         [b"", b"a", b"params.layer_17.attention.kernel/", b"\x00", b"\xff\xff", "schlüssel".encode()]
     )
@@ -79,9 +79,7 @@ def test_tensorstore_reads_what_was_encoded_whatever_the_size_of_the_nodes(conte
     st.integers(1, 2000),
     st.booleans(),
 )
-def test_databases_that_were_encoded_are_merged_also_with_those_of_tensorstore(
-    contents, max_node_nbytes, one_of_theirs
-):
+def test_encoded_databases_are_merged_also_with_those_of_tensorstore(contents, max_node_nbytes, one_of_theirs):
     with tempfile.TemporaryDirectory() as root:
         item, expected = FileDirectory(pathlib.Path(root)), {}
         context = new_context()
