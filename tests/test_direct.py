@@ -322,6 +322,29 @@ def test_an_error_names_file_and_reason_and_leaves_the_step_before(tmp_path, mon
     check(tmp_path, 3)
 
 
+def test_a_failure_in_one_thread_ends_the_other_that_waits_for_its_digest(tmp_path, monkeypatch):
+    copy, other_waits = ChunkBytes.copy, threading.Event()
+
+    def failing(source, begin, out):
+        if not begin:
+            assert other_waits.wait(30)
+            raise MemoryError("first part")
+        copy(source, begin, out)
+
+    class Announced(threading.Condition):
+        def wait_for(self, *arguments):
+            other_waits.set()
+            return super().wait_for(*arguments)
+
+    monkeypatch.setattr(ChunkBytes, "copy", failing)
+    monkeypatch.setattr(direct, "BLOCK_NBYTES", ALIGNMENT)
+    plans = [leaf("two.blocks", (2000,), (2000,), "float32")]
+    with direct_engine(tmp_path, plans) as engine:
+        engine._digesting = Announced()
+        with pytest.raises(MemoryError, match="first part"):
+            engine.write(pieces_of(plans))
+
+
 @pytest.mark.usefixtures("direct_mode")
 def test_a_full_disk_is_found_before_anything_is_written_where_room_can_be_reserved(tmp_path, monkeypatch):
     writes = []
