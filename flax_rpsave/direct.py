@@ -70,13 +70,16 @@ class Helper:
                 self._done.put(None)
 
 
-class Buffers:
-    """The memory that blocks go through, one for each thread; kept between the saves of a run."""
-
-    def __init__(self) -> None:
-        self.blocks = [aligned_buffer(BLOCK_NBYTES) for _ in range(2)]
+Buffers = tuple[np.ndarray, np.ndarray]
+"""The memory that blocks go through, of each thread."""
 
 
+def new_buffers() -> Buffers:
+    """Memory for an engine; it can be used again by the next one."""
+    return aligned_buffer(BLOCK_NBYTES), aligned_buffer(BLOCK_NBYTES)
+
+
+@dataclass(slots=True)
 class _Value:
     """A value on its way to the data file.
 
@@ -87,13 +90,10 @@ class _Value:
       digested: How many bytes it has seen, those of zeros behind the values included.
     """
 
-    __slots__ = ("digested", "hasher", "key", "source")
-
-    def __init__(self, key: str, source: ChunkBytes, hasher: Any):
-        self.key = key
-        self.source = source
-        self.hasher = hasher
-        self.digested = 0
+    key: str
+    source: ChunkBytes
+    hasher: Any = None
+    digested: int = 0
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class DirectEngine:
             max_inline_nbytes=MAX_INLINE_NBYTES,
         )
         source = np.frombuffer(nodes, np.uint8)
-        self._write(iter([_Value("", ChunkBytes(source, source.shape), None)]))
+        self._write(iter([_Value("", ChunkBytes(source, source.shape))]))
         self._file.finish(self._end)
         if not self._file.direct:
             self._on_refusal()
@@ -231,14 +231,14 @@ class DirectEngine:
         for key, value in (*documents, *values.items()):
             if len(value) > MAX_INLINE_NBYTES:
                 source = np.frombuffer(value, np.uint8)
-                yield _Value(key, ChunkBytes(source, source.shape), None)
+                yield _Value(key, ChunkBytes(source, source.shape))
             else:
                 self._entries.append((key.encode(), value))
 
     def _write(self, values: Iterator[_Value]) -> None:
         """Appends values to the data file."""
         blocks = self._blocks(values)
-        mine, other = self._buffers.blocks
+        mine, other = self._buffers
         self._helper.start(lambda: self._work(blocks, other))
         self._work(blocks, mine)
         self._helper.join()

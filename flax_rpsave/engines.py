@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from flax_rpsave.config import StorageConfig
-from flax_rpsave.direct import BLOCK_NBYTES, Buffers, DirectEngine, Helper
+from flax_rpsave.direct import BLOCK_NBYTES, Buffers, DirectEngine, Helper, new_buffers
 from flax_rpsave.direct_file import ALIGNMENT, DirectFile, aligned_buffer, is_on_local_disk
 from flax_rpsave.directory import Directory, FileDirectory
 from flax_rpsave.engine import Engine, TensorStoreEngine
@@ -80,7 +80,7 @@ class Engines:
           helper: The second thread; without one, TensorStore writes.
         """
         if isinstance(directory, FileDirectory) and helper is not None and self._writes_directly(directory, nbytes):
-            buffers = self._buffers = self._buffers or Buffers()
+            buffers = self._buffers = self._buffers or new_buffers()
             checksum = storage.checksum
             return DirectEngine(directory, plans, describe, checksum, nbytes, buffers, helper, self._refused)
         return TensorStoreEngine(directory, plans, describe, storage, self._context)
@@ -129,6 +129,7 @@ def _probe(directory: FileDirectory, data: memoryview, direct: bool) -> float | 
     begun = time.perf_counter()
     file = DirectFile(path, direct=direct)
     try:
+        file.preallocate(_PROBE_BLOCKS * len(data))
         for k in range(_PROBE_BLOCKS):
             file.write(data, k * len(data))
         file.finish(_PROBE_BLOCKS * len(data))

@@ -27,7 +27,7 @@ import flax_rpsave as rps
 from flax_rpsave import direct, direct_file, engines
 from flax_rpsave.chunk_bytes import ChunkBytes
 from flax_rpsave.config import StorageConfig
-from flax_rpsave.direct import Buffers, DirectEngine, Helper
+from flax_rpsave.direct import DirectEngine, Helper, new_buffers
 from flax_rpsave.direct_file import ALIGNMENT, DirectFile
 from flax_rpsave.directory import FileDirectory
 from flax_rpsave.documents import digest
@@ -101,7 +101,7 @@ def direct_engine(root, plans, *, checksum=True, nbytes=0, on_refusal=lambda: No
     helper = Helper("helper")
     try:
         engine = DirectEngine(
-            FileDirectory(root / "direct"), plans, True, checksum, nbytes, Buffers(), helper, on_refusal
+            FileDirectory(root / "direct"), plans, True, checksum, nbytes, new_buffers(), helper, on_refusal
         )
         with contextlib.closing(engine):
             yield engine
