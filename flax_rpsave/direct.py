@@ -10,6 +10,7 @@ The second thread is a `Helper`, which is started with the save: none could be s
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import secrets
@@ -84,13 +85,13 @@ class _Value:
     """A value on its way to the data file.
 
     Attributes:
-      key: Its key.
+      key: Its key; None for what has no entry of its own.
       source: Its bytes.
       hasher: What digests the bytes; None where no digest is taken.
       digested: How many bytes it has seen, those of zeros behind the values included.
     """
 
-    key: str
+    key: str | None
     source: ChunkBytes
     hasher: Any = None
     digested: int = 0
@@ -181,18 +182,24 @@ class DirectEngine:
 
     def finish(self, values: Mapping[str, bytes]) -> Written:
         """See `Engine.finish`."""
-        self._write(self._values(values))
+        tail = bytearray()
+        for key, value in itertools.chain(self._documents(), values.items()):
+            if len(value) > MAX_INLINE_NBYTES:
+                self._entries.append((key.encode(), ocdbt.Location(self._name, self._end + len(tail), len(value))))
+                tail += value
+            else:
+                self._entries.append((key.encode(), value))
         self._entries.sort(key=lambda entry: entry[0])
         nodes, manifest = ocdbt.encode(
             self._entries,
             self._name,
-            self._end,
+            self._end + len(tail),
             uuid=secrets.token_bytes(16),
             commit_ns=time.time_ns(),
             max_inline_nbytes=MAX_INLINE_NBYTES,
         )
-        source = np.frombuffer(nodes, np.uint8)
-        self._write(iter([_Value("", ChunkBytes(source, source.shape))]))
+        source = np.frombuffer(tail + nodes, np.uint8)
+        self._write(iter([_Value(None, ChunkBytes(source, source.shape))]))
         self._file.finish(self._end)
         if not self._file.direct:
             self._on_refusal()
@@ -222,18 +229,11 @@ class DirectEngine:
             if self._checksum:
                 self._written.digests[key] = digest(np.ascontiguousarray(piece.data))
 
-    def _values(self, values: Mapping[str, bytes]) -> Iterator[_Value]:
-        """The documents, if this process writes them, and other values that are too large to be entries."""
-        documents = (
-            (document_key(p.layout.name), array_document(p.layout.shape, p.layout.dtype, p.chunk_shape))
-            for p in (self._plans if self._describe else ())
-        )
-        for key, value in (*documents, *values.items()):
-            if len(value) > MAX_INLINE_NBYTES:
-                source = np.frombuffer(value, np.uint8)
-                yield _Value(key, ChunkBytes(source, source.shape))
-            else:
-                self._entries.append((key.encode(), value))
+    def _documents(self) -> Iterator[tuple[str, bytes]]:
+        """The arrays' documents, if this process writes them."""
+        for plan in self._plans if self._describe else ():
+            layout = plan.layout
+            yield document_key(layout.name), array_document(layout.shape, layout.dtype, plan.chunk_shape)
 
     def _write(self, values: Iterator[_Value]) -> None:
         """Appends values to the data file."""
@@ -253,7 +253,7 @@ class DirectEngine:
             nbytes = value.source.nbytes
             alignment = ALIGNMENT if nbytes >= _LARGE_NBYTES else _SMALL_ALIGNMENT
             fill = -(-fill // alignment) * alignment
-            if value.key:
+            if value.key is not None:
                 place = ocdbt.Location(self._name, block.offset + fill, nbytes)
                 self._entries.append((value.key.encode(), place))
             begin = 0
@@ -293,7 +293,7 @@ class DirectEngine:
     def _fill(self, part: _Part, out: np.ndarray) -> bool:
         """Copies a part of a value to a buffer and takes its digest; False where the other thread has failed."""
         value = part.value
-        if value.hasher is None:
+        if value.key is None or value.hasher is None:
             value.source.copy(part.begin, out)
             return True
         if part.begin:
