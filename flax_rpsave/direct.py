@@ -48,7 +48,8 @@ class Helper:
     def __init__(self, name: str):
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name=name).start()
+        self._thread = threading.Thread(target=self._serve, name=name)
+        self._thread.start()
 
     def start(self, task: Callable[[], None]) -> None:
         """Begins with a task, which must not raise."""
@@ -59,8 +60,9 @@ class Helper:
         self._done.get()
 
     def end(self) -> None:
-        """Ends the thread, once it is done with what it was given."""
+        """Ends the thread, once it is done with what it was given; returns when it has ended."""
         self._tasks.put(None)
+        self._thread.join()
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
