@@ -106,7 +106,7 @@ def array_spec(
 @functools.lru_cache(maxsize=4096)
 def array_document(shape: tuple[int, ...], dtype: np.dtype[Any], chunk_shape: tuple[int, ...]) -> bytes:
     """The document that TensorStore writes for an array of `array_spec` without compression."""
-    zero = np.zeros((), dtype).item()
+    zero = type(np.zeros((), dtype).item())(0)  # float8_e8m0fnu has none of its own
     endian = {"configuration": {"endian": "little"}} if dtype.itemsize > 1 else {}
     document = {
         "zarr_format": 3,

@@ -39,7 +39,7 @@ from tests import faults, trees
 
 DTYPES = [
     "bool", "int2", "int4", "int8", "uint16", "int32", "uint64", "float16", "bfloat16", "float32", "float64",
-    "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn",
+    "complex64", "complex128", "float8_e3m4", "float8_e8m0fnu", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn",
 ]  # fmt: skip
 PROFILE = hypothesis.settings(max_examples=80, deadline=None)
 
