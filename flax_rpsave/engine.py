@@ -2,6 +2,7 @@
 
 An engine takes chunks by reference, in one or more batches, and small values of its own; `finish` returns what was
 written. `TensorStoreEngine` is the one for every store and codec: each batch is one transaction on one database.
+`direct` has the one for local disks, `engines` says which one a save gets.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ class Engine(Protocol):
         """Digests of the chunks written so far, by key."""
 
     def write(self, pieces: Iterable[Piece]) -> None:
-        """Writes a batch; it is durable on return, and no piece is referred to any more."""
+        """Writes a batch; on return, no piece is referred to any more."""
 
     def finish(self, values: Mapping[str, bytes]) -> Written:
-        """Writes small values beside the arrays, by key, and ends."""
+        """Writes small values beside the arrays, by key; on return, all that was written is durable."""
+
+    def close(self) -> None:
+        """Lets go of what it holds, whether or not it has finished."""
 
 
 class TensorStoreEngine:
@@ -114,6 +118,9 @@ class TensorStoreEngine:
             future.result()
         transaction.commit_sync()
         return self._written
+
+    def close(self) -> None:
+        """Does nothing: nothing is held. See `Engine.close`."""
 
     def _create(self, leaves: Set[int], transaction: ts.Transaction) -> dict[int, Any]:
         """Opens leaves' arrays for writing; the first time their documents are written, if this process writes them.

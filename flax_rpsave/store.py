@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import os
 import re
@@ -18,6 +20,9 @@ from flax_rpsave.errors import ConfigError
 OCDBT_MANIFEST = "manifest.ocdbt"
 PRIVATE_PREFIX = ".rpsave/"
 """Keys of this package beside the arrays; stock readers do not look at them."""
+
+MAX_INLINE_NBYTES = 100
+"""Values up to this size lie in the nodes of a database, not in its data files."""
 
 _RETRY_SECS = "RPSAVE_RETRY_SECS"
 _FIRST_DELAY_SECS, _LAST_DELAY_SECS = 0.1, 10  # the delay doubles from the one to the other
@@ -81,7 +86,7 @@ def database(directory: Directory, use_ocdbt: bool) -> dict[str, Any]:
     return {
         "driver": "ocdbt",
         "base": directory.kvstore(),
-        "config": {"max_inline_value_bytes": 100, "compression": None},
+        "config": {"max_inline_value_bytes": MAX_INLINE_NBYTES, "compression": None},
         "target_data_file_size": _DATA_FILE_NBYTES,
     }
 
@@ -119,6 +124,24 @@ def array_spec(
         },
         "store_data_equal_to_fill_value": True,
     }
+
+
+@functools.lru_cache(maxsize=4096)
+def array_document(shape: tuple[int, ...], dtype: np.dtype[Any], chunk_shape: tuple[int, ...]) -> bytes:
+    """The document that TensorStore writes for an array of `array_spec` without compression."""
+    zero = type(np.zeros((), dtype).item())(0)  # float8_e8m0fnu has none of its own
+    endian = {"configuration": {"endian": "little"}} if dtype.itemsize > 1 else {}
+    document = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": dtype.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(1, c) for c in chunk_shape]}},
+        "chunk_key_encoding": {"name": "default"},
+        "fill_value": [zero.real, zero.imag] if isinstance(zero, complex) else zero,
+        "codecs": [{"name": "bytes", **endian}],
+    }
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
 
 def chunk_key(name: str, index: tuple[int, ...]) -> str:

@@ -3,7 +3,8 @@
 The train loop's thread takes the snapshot and hands it over. One thread a save, started by that call, waits for the
 copies, writes them, commits the step, deletes what retention no longer keeps, and ends. It is no daemon, so a program
 that ends without `close` waits for it, and it needs no executor and no further thread, which cannot be had any more
-while the interpreter exits. At most one save runs at a time.
+while the interpreter exits: the helper that writes with it on local disks is started by the call too, and ends with it.
+At most one save runs at a time.
 
 What may block: the loop's thread, in `Writer.wait` (the next save, `wait`, `close`) and, where staging memory is
 limited, in `SaveRun.wait_written` until the group before is written. The background calls JAX for nothing but waiting
@@ -34,8 +35,10 @@ import tensorstore as ts
 from flax_rpsave import commit, divergence, documents
 from flax_rpsave.agreement import Group
 from flax_rpsave.config import CheckpointConfig
+from flax_rpsave.direct import Helper
 from flax_rpsave.directory import Directory, explained
-from flax_rpsave.engine import TensorStoreEngine, Written
+from flax_rpsave.engine import Engine, Written
+from flax_rpsave.engines import Engines
 from flax_rpsave.errors import DivergenceError, SaveError
 from flax_rpsave.leaves import Leaf
 from flax_rpsave.planner import SavePlan
@@ -60,7 +63,7 @@ class SaveStats:
       write_secs: The rest of the time until all of this process's chunks were durable.
       commit_secs: From then until the step was visible.
       total_secs: From the beginning of the call until the step was visible.
-      engine: What wrote the chunks.
+      engine: What wrote the chunks: "direct" or "tensorstore".
     """
 
     step: int
@@ -108,9 +111,10 @@ class SaveRequest:
 class SaveRun:
     """One save: the request, and the hand-over of its snapshots between the two threads."""
 
-    def __init__(self, request: SaveRequest, group: Group, context: ts.Context):
+    def __init__(self, request: SaveRequest, group: Group, context: ts.Context, engines: Engines):
         self.request = request
         self._group = group
+        self._engines = engines
         self._channel = group.channel(f"step {request.step}")
         self._context = context
         self._temporary: Directory | None = None
@@ -137,12 +141,12 @@ class SaveRun:
         self._snapshots.put(None)
         self._call_ended.set()
 
-    def execute(self) -> SaveStats:
-        """Writes and commits; runs in the background."""
+    def execute(self, helper: Helper | None) -> SaveStats:
+        """Writes and commits; runs in the background, with a helper where one was started."""
         request = self.request
         try:
             with explained(f"step {request.step} was not saved to {request.final}", SaveError):
-                return self._execute()
+                return self._execute(helper)
         except BaseException as error:
             self.failed = True
             if (earlier := self._give_up(error)) is not None:
@@ -170,7 +174,7 @@ class SaveRun:
                 commit.give_up(self._temporary, self.request.nonce)
         return earlier
 
-    def _execute(self) -> SaveStats:
+    def _execute(self, helper: Helper | None) -> SaveStats:
         request = self.request
         if self._group.decides:
             if request.replaces is not None:
@@ -183,25 +187,27 @@ class SaveRun:
         item = temporary / request.item if request.item is not None else temporary
         item.make()
         process = self._group.process
-        engine = TensorStoreEngine(
+        engine = self._engines.make(
             item / f"{commit.PROCESS_DATABASE}{process}" if request.config.storage.use_ocdbt else item,
             request.plan.leaves,
             describe=self._group.decides,
             storage=request.config.storage,
-            context=self._context,
+            nbytes=request.plan.process_bytes.get(process, 0),
+            helper=helper,
         )
         snapshot_secs = 0.0
         fingerprints: dict[int, dict[int, int]] = {}
-        for snapshot in self._groups():
-            with jax.profiler.TraceAnnotation("rpsave:snapshot"):
-                waiting = time.perf_counter()
-                snapshot.wait()
-                snapshot_secs += time.perf_counter() - waiting
-            with jax.profiler.TraceAnnotation("rpsave:write"):
-                engine.write(snapshot.pieces())
-            fingerprints.update(snapshot.fingerprints())
-            self._written.release()
-        written, report = self._finish(engine, fingerprints)
+        with contextlib.closing(engine):
+            for snapshot in self._groups():
+                with jax.profiler.TraceAnnotation("rpsave:snapshot"):
+                    waiting = time.perf_counter()
+                    snapshot.wait()
+                    snapshot_secs += time.perf_counter() - waiting
+                with jax.profiler.TraceAnnotation("rpsave:write"):
+                    engine.write(snapshot.pieces())
+                fingerprints.update(snapshot.fingerprints())
+                self._written.release()
+            written, report = self._finish(engine, fingerprints)
         wrote = time.perf_counter()
         with jax.profiler.TraceAnnotation("rpsave:commit"):
             self._channel.report(report)
@@ -242,9 +248,7 @@ class SaveRun:
         if self.aborted:
             raise SaveError(f"step {self.request.step} was given up: the call that took its snapshot failed")
 
-    def _finish(
-        self, engine: TensorStoreEngine, fingerprints: divergence.Fingerprints
-    ) -> tuple[Written, dict[str, Any]]:
+    def _finish(self, engine: Engine, fingerprints: divergence.Fingerprints) -> tuple[Written, dict[str, Any]]:
         """Writes what is this process's beside the arrays; returns what was written, and the report of it."""
         request = self.request
         process = self._group.process
@@ -324,6 +328,7 @@ class Writer:
         on_commit: Callable[[SaveStats], None] | None = None,
     ):
         self._group = group
+        self._engines = Engines(context)
         self.context = context
         self.stats: SaveStats | None = None
         self.damaged: dict[int, Directory] = {}
@@ -346,12 +351,16 @@ class Writer:
         if self.running:
             raise SaveError(f"step {request.step}: another save is under way; call the callback from one thread only")
         self._logged = None
-        run = SaveRun(request, self._group, self.context)
-        thread = threading.Thread(target=self._work, args=(run,), name=f"rpsave-{request.step}")
+        run = SaveRun(request, self._group, self.context, self._engines)
+        helper = None
         _fail_at_exit(self)
         try:
+            helper = self._engines.helper(request.final, request.config.storage, f"rpsave-{request.step}-helper")
+            thread = threading.Thread(target=self._work, args=(run, helper), name=f"rpsave-{request.step}")
             thread.start()
         except RuntimeError as error:  # the interpreter exits, or the system has no thread left
+            if helper is not None:
+                helper.end()
             raise SaveError(f"step {request.step} cannot be saved: {error}") from error
         self._thread = thread
         return run
@@ -377,11 +386,18 @@ class Writer:
         """The error of the last save was only logged: unless a later save begins, the program's end raises it."""
         self._logged = error
 
-    def _work(self, run: SaveRun) -> None:
+    def _work(self, run: SaveRun, helper: Helper | None) -> None:
+        try:
+            self._save(run, helper)
+        finally:
+            if helper is not None:
+                helper.end()
+
+    def _save(self, run: SaveRun, helper: Helper | None) -> None:
         if self._root is not None and self._group.decides and not self._cleaned:
             self._clean_leftovers(self._root, run.request)
         try:
-            self.stats = run.execute()
+            self.stats = run.execute(helper)
         except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
             if not run.aborted:  # else the call itself has raised
                 self._error = error
@@ -393,9 +409,9 @@ class Writer:
 
     def _after_commit(self, request: SaveRequest, stats: SaveStats) -> None:
         logger.info(
-            "step %d committed: %d leaves, %.1f MB in %.2f s (%.2f GB/s), the loop was blocked for %.1f ms",
+            "step %d committed: %d leaves, %.1f MB in %.2f s (%.2f GB/s) by %s, the loop was blocked for %.1f ms",
             stats.step, stats.leaves, stats.bytes_written / 1e6, stats.total_secs,
-            stats.bytes_written / 1e9 / stats.total_secs, stats.blocking_secs * 1e3,
+            stats.bytes_written / 1e9 / stats.total_secs, stats.engine, stats.blocking_secs * 1e3,
         )  # fmt: skip
         if self._root is not None:
             self._clean(self._root, request)

@@ -1,8 +1,17 @@
-"""Gives every test eight CPU devices."""
+"""Gives every test eight CPU devices, and those that ask for it each engine."""
 
 import os
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+
+
+@pytest.fixture(params=["direct", "tensorstore"])
+def each_engine(request, monkeypatch):
+    """Runs a test with each engine, in the processes that it starts, too."""
+    monkeypatch.setenv("RPSAVE_ENGINE", request.param)
+    return request.param

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 import pytest
 
+import flax_rpsave.engines
 import flax_rpsave.writer
-from flax_rpsave.engine import TensorStoreEngine
+from flax_rpsave.engines import DirectEngine, TensorStoreEngine
 
 _PATIENCE_SECS = 30  # after which a test that waits for an event has failed
 
@@ -51,10 +52,11 @@ def waited_for(writer: flax_rpsave.writer.Writer) -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def engine(replacement: type[TensorStoreEngine]) -> Iterator[None]:
-    """Saves go through another engine."""
+def engine(fault: type) -> Iterator[None]:
+    """Saves go through engines with a fault: a class whose methods come before the engine's."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flax_rpsave.writer, "TensorStoreEngine", replacement)
+        for real in (DirectEngine, TensorStoreEngine):
+            patch.setattr(flax_rpsave.engines, real.__name__, type(real.__name__, (fault, real), {}))
         yield
 
 
@@ -63,7 +65,7 @@ def gated_writer() -> Iterator[Gate]:
     """Saves in the block are not written before the gate opens; leaving the block opens it."""
     gate = Gate(threading.Event(), threading.Event())
 
-    class Gated(TensorStoreEngine):
+    class Gated:
         def write(self, pieces):
             gate.reached.set()
             assert gate.opened.wait(_PATIENCE_SECS)
@@ -80,7 +82,7 @@ def gated_writer() -> Iterator[Gate]:
 def failing_writer(error: BaseException) -> Iterator[None]:
     """Saves in the block fail when their chunks were written. The block must not end before they do."""
 
-    class Failing(TensorStoreEngine):
+    class Failing:
         def finish(self, values):
             raise error
 
@@ -117,13 +119,13 @@ def files_in(directory: pathlib.Path) -> dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def mounted(directory: pathlib.Path, options: str) -> Iterator[None]:
-    """A tmpfs at a directory; skips the test where that is not permitted."""
+def mounted(directory: pathlib.Path, options: str, kind: str = "tmpfs") -> Iterator[None]:
+    """A file system in memory at a directory; skips the test where that is not permitted."""
     directory.mkdir(exist_ok=True)
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+    command = ["mount", "-t", kind, "-o", options, kind, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+        pytest.skip(f"a {kind} cannot be mounted here: {done.stderr.strip()}")
     try:
         yield
     finally:

@@ -427,16 +427,18 @@ def outcome(load, wanted):
     return "same"
 
 
-LAYOUTS = {"ocdbt": True, "files": False}
+LAYOUTS = {"direct": ("direct", True), "ocdbt": ("tensorstore", True), "files": ("tensorstore", False)}
 
 
 @pytest.fixture(params=LAYOUTS)
-def damageable(request, tmp_path):
+def damageable(request, tmp_path, monkeypatch):
     """(directory, files, values): a checkpoint, the bytes of its files, and what must be read from it."""
     sharding = jax.sharding.NamedSharding(jax.make_mesh((8,), ("d",)), jax.sharding.PartitionSpec())
     state = state_at(7)
     state["replicated"] = jax.device_put(jnp.arange(30, dtype=jnp.int32), sharding)  # in slices of 10
-    storage = {"use_ocdbt": LAYOUTS[request.param]}
+    engine, use_ocdbt = LAYOUTS[request.param]
+    monkeypatch.setenv("RPSAVE_ENGINE", engine)
+    storage = {"use_ocdbt": use_ocdbt}
     rps.save(tmp_path / "c", state, config={"storage": storage, "replica_parallel": {"min_slice_bytes": 40}})
     files = {path: path.read_bytes() for path in sorted((tmp_path / "c").rglob("*")) if path.is_file()}
     return tmp_path / "c", files, plain(rps.load(tmp_path / "c"))
@@ -536,6 +538,7 @@ def test_a_half_deleted_newest_step_is_passed_over_for_the_one_before_report_29(
 # Failures of the background write
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_a_background_write_that_fails_leaves_earlier_steps_and_the_next_save_works_report_36(run):
     with rps.CheckpointCallback(config(run)) as checkpoint:
         checkpoint.resume(state_at(0))
@@ -548,6 +551,7 @@ def test_a_background_write_that_fails_leaves_earlier_steps_and_the_next_save_wo
         assert checkpoint.all_steps() == [10, 20, 40]
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_a_full_disk_fails_the_save_and_room_lets_the_next_one_work_report_58(finished_run, tmp_path):
     place = tmp_path / "disk"
     big = {"x": jnp.arange(1 << 20, dtype=jnp.int32)}  # 4 MiB
@@ -580,6 +584,7 @@ def test_a_disk_full_of_an_interrupted_save_has_room_for_the_next_report_32(tmp_
         assert [path.name for path in (place / "run").iterdir()] == ["10"]
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_a_file_system_that_becomes_read_only_fails_the_save_and_not_the_run_report_58(finished_run, tmp_path):
     place = tmp_path / "disk"
     with faults.mounted(place, "size=8m"):
@@ -605,6 +610,7 @@ def test_a_directory_that_is_deleted_under_the_run_is_made_again(run):
         assert checkpoint.all_steps() == [30]
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_a_save_that_begins_while_the_interpreter_exits_works_or_says_so(tmp_path):
     done = faults.run_python(
         """

@@ -229,7 +229,7 @@ def test_waiting_for_the_save_before_is_logged_and_in_the_stats(root, caplog):
     caplog.set_level(logging.INFO, "flax_rpsave")
     with rps.CheckpointCallback(config(root)) as checkpoint, faults.waited_for(checkpoint._saver.writer) as waited_for:
 
-        class Awaited(faults.TensorStoreEngine):
+        class Awaited:
             """The first save goes on a while after the loop began to wait for it."""
 
             def write(self, pieces):
@@ -559,6 +559,7 @@ def test_skipped_abstract_leaves_come_from_init(root):
 # Damage
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_a_damaged_newest_step_is_passed_over_and_saved_again_reports_29_33_and_34(root, caplog):
     train(root, 10, 20, 30)
     damage(root, 30)
@@ -767,7 +768,7 @@ def test_a_background_failure_is_raised_at_the_next_call_with_its_cause_report_3
 def test_the_call_that_raises_for_the_save_before_does_not_use_up_its_own_boundary_report_36(root):
     with rps.CheckpointCallback(config(root)) as checkpoint, faults.waited_for(checkpoint._saver.writer) as waited_for:
 
-        class FailsLate(faults.TensorStoreEngine):
+        class FailsLate:
             def write(self, pieces):
                 assert waited_for.wait(30)
                 raise OSError("gone")
@@ -924,7 +925,9 @@ def test_on_commit_is_not_called_for_a_save_that_failed(root):
     assert seen == []
 
 
-def test_the_stats_are_an_immutable_and_complete_record(root):
+@pytest.mark.parametrize("engine", ["direct", "tensorstore"])
+def test_the_stats_are_an_immutable_and_complete_record(root, engine, monkeypatch):
+    monkeypatch.setenv("RPSAVE_ENGINE", engine)
     with rps.CheckpointCallback(config(root)) as checkpoint:
         assert checkpoint.stats is None
         checkpoint(10, {"x": jnp.zeros((4, 5)), "y": np.zeros(3, np.int8), "s": "text", "e": {}})
@@ -932,7 +935,7 @@ def test_the_stats_are_an_immutable_and_complete_record(root):
         stats = checkpoint.stats
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.step = 11
-    assert (stats.step, stats.leaves, stats.bytes_written, stats.engine) == (10, 4, 4 * 5 * 4 + 3, "tensorstore")
+    assert (stats.step, stats.leaves, stats.bytes_written, stats.engine) == (10, 4, 4 * 5 * 4 + 3, engine)
     times = {f.name: getattr(stats, f.name) for f in dataclasses.fields(stats) if f.name.endswith("_secs")}
     assert set(times) == {
         "blocking_secs", "waited_secs", "snapshot_secs", "write_secs", "commit_secs", "total_secs",
@@ -1162,7 +1165,7 @@ import flax_rpsave as rps
 
 atexit.register(print, "a handler that the program registered")
 
-class AtExit(faults.TensorStoreEngine):
+class AtExit:
     def write(self, pieces):
         threading.main_thread().join()
         super().write(pieces)
@@ -1182,6 +1185,7 @@ print("end of main", flush=True)
 """
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_a_program_that_ends_without_close_commits_its_save_reports_24_and_39(root):
     done = faults.run_python(AT_EXIT, root, "works", "raise")
     assert (done.returncode, done.stderr) == (0, "")
@@ -1189,6 +1193,7 @@ def test_a_program_that_ends_without_close_commits_its_save_reports_24_and_39(ro
     assert rps.load(root)["x"].tolist() == [1.0] * 4
 
 
+@pytest.mark.usefixtures("each_engine")
 @pytest.mark.parametrize("on_error", ["raise", "log"])
 def test_a_program_that_ends_without_close_fails_where_its_save_does_reports_24_and_39(root, on_error):
     done = faults.run_python(AT_EXIT, root, "fails", on_error)

@@ -153,6 +153,7 @@ def assert_same(parts, straight, until):
     assert parts[-1].final == straight.states[until]
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_ten_straight_steps_equal_five_and_five_resumed_reports_23_25_27_and_28(tmp_path, straight):
     first = Run(tmp_path, 5)
     second = Run(tmp_path, 10, seed=99)  # nothing of the fresh state is left
@@ -169,6 +170,7 @@ def test_three_generations_equal_one_run_wherever_they_were_stopped(tmp_path, st
     assert_same(parts, straight, 20)
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_what_is_saved_is_the_state_of_the_call_while_steps_donate_it_report_8(tmp_path, straight):
     trained_on = []
     with faults.gated_writer() as gate:
@@ -191,7 +193,7 @@ def test_what_is_saved_is_the_state_of_the_call_while_steps_donate_it_report_8(t
 
 
 def test_saves_that_are_always_slower_than_the_steps_between_them_change_nothing(tmp_path, straight):
-    class Slow(faults.TensorStoreEngine):
+    class Slow:
         """Ends when the loop has gone on by two steps, or waits for it."""
 
         def write(self, pieces):
@@ -242,6 +244,7 @@ def test_a_resumed_run_compiles_no_step_anew_reports_17_and_20(tmp_path):
     assert resumed._cache_size() <= compiled
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_numpy_leaves_are_those_of_the_call_though_changed_in_place_report_9(tmp_path):
     counts = np.arange(1000)
     aliased = np.arange(1 << 16, dtype=np.float32)  # large enough for a device array to share its memory on the CPU

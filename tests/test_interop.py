@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 FORMATS = [(use_ocdbt, compression) for use_ocdbt in (True, False) for compression in (None, "zstd", "blosc")]
+WAYS = [(True, None, "direct"), *((*form, "tensorstore") for form in FORMATS)]
 STEP = 3
 
 
@@ -73,12 +74,17 @@ def state():
     return make_state()
 
 
-@pytest.fixture(scope="module", params=FORMATS, ids=lambda f: f"{'ocdbt' if f[0] else 'files'}-{f[1]}")
+@pytest.fixture(scope="module", params=WAYS, ids=lambda way: f"{'ocdbt' if way[0] else 'files'}-{way[1]}-{way[2]}")
 def ours(request, state, tmp_path_factory):
     """A run's directory with one step, saved by us."""
     root = tmp_path_factory.mktemp("ours") / "run"
-    with CheckpointCallback({"directory": str(root), "save_interval_steps": 1, **settings(*request.param)}) as callback:
-        callback(STEP, state, force=True)
+    *form, engine = request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RPSAVE_ENGINE", engine)
+        with in_run(root, **settings(*form)) as callback:
+            callback(STEP, state, force=True)
+            callback.wait()
+            assert callback.stats.engine == engine
     return root
 
 

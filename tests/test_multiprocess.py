@@ -98,11 +98,14 @@ say(*said)
 )
 
 
-@pytest.fixture(scope="module", params=["ocdbt", "raw"])
+@pytest.fixture(scope="module", params=["ocdbt", "ocdbt by tensorstore", "raw"])
 def saved_by_four(request, tmp_path_factory):
     """A run's directory with three steps of four processes of two devices, its form, and the digests of all steps."""
     root = tmp_path_factory.mktemp("four") / "run"
-    results = run(SAVE, 4, devices=2, args=[str(root), request.param])
+    form, *engine = request.param.split(" by ")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RPSAVE_ENGINE", engine[0] if engine else "auto")
+        results = run(SAVE, 4, devices=2, args=[str(root), form])
     assert [result.said[0] for result in results] == ["[1, 2, 3]"] * 4
     (digests,) = {result.said[1] for result in results}
     return root, request.param, digests.split()
@@ -112,7 +115,7 @@ def test_what_four_processes_save_any_number_resumes_and_goes_on_bit_equal(saved
     root, form, digests = saved_by_four
     assert len(set(digests)) == 6
     for processes, devices in ((1, 8), (2, 4), (8, 1)) if form == "ocdbt" else ((2, 4),):
-        resumed = run(RESUME, processes, devices=devices, args=[str(root), form])
+        resumed = run(RESUME, processes, devices=devices, args=[str(root), form.split()[0]])
         assert [result.said[0].split() for result in resumed] == [digests[3:]] * processes, processes
 
 

@@ -48,15 +48,19 @@ def resumed_step(directory):
     return step
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_a_write_that_fails_in_one_process_is_raised_in_all_and_the_next_save_works(tmp_path):
     script = loop("""
-    from flax_rpsave.engine import TensorStoreEngine
-    write = TensorStoreEngine.write
-    def failing(self, pieces):
-        if process == 1 and "2.orbax" in str(self._database):
-            raise OSError(28, "No space left on device", "/ckpt/data")
-        write(self, pieces)
-    TensorStoreEngine.write = failing
+    from tests import faults
+    class Failing:
+        writes = 0
+        def write(self, pieces):
+            Failing.writes += 1
+            if process == 1 and Failing.writes == 2:
+                raise OSError(28, "No space left on device", "/ckpt/data")
+            super().write(pieces)
+    fault = faults.engine(Failing)
+    fault.__enter__()
     with rps.CheckpointCallback(config) as checkpoint:
         checkpoint(1, make(1))
         checkpoint(2, make(2))
@@ -80,14 +84,17 @@ def test_a_write_that_fails_in_one_process_is_raised_in_all_and_the_next_save_wo
 
 def test_a_process_that_is_late_is_named_and_the_next_save_works(tmp_path):
     script = loop("""
-    from flax_rpsave.engine import TensorStoreEngine
-    write = TensorStoreEngine.write
-    def late(self, pieces):
-        if process == 1 and "2.orbax" in str(self._database):
-            while not os.path.exists(directory() + "/go"):
-                time.sleep(0.05)
-        write(self, pieces)
-    TensorStoreEngine.write = late
+    from tests import faults
+    class Late:
+        writes = 0
+        def write(self, pieces):
+            Late.writes += 1
+            if process == 1 and Late.writes == 2:
+                while not os.path.exists(directory() + "/go"):
+                    time.sleep(0.05)
+            super().write(pieces)
+    fault = faults.engine(Late)
+    fault.__enter__()
     with rps.CheckpointCallback(config) as checkpoint:
         checkpoint(1, make(1))
         checkpoint(2, make(2))
@@ -147,9 +154,8 @@ def test_a_process_that_is_late_but_in_time_holds_up_the_commit_and_nothing_else
 def test_survivors_of_a_killed_worker_are_told_and_nothing_incomplete_is_visible(tmp_path, phase):
     script = loop("""
     from flax_rpsave.agreement import Channel
-    from flax_rpsave.engine import TensorStoreEngine
-    from flax_rpsave.snapshot import Snapshotter
-    owner, name = {"snapshot": (Snapshotter, "take"), "write": (TensorStoreEngine, "write"),
+    from flax_rpsave.snapshot import Snapshot, Snapshotter
+    owner, name = {"snapshot": (Snapshotter, "take"), "write": (Snapshot, "pieces"),
                    "agreement": (Channel, "report")}[sys.argv[3]]
     real, calls = getattr(owner, name), []
     def dying(*args, **kwargs):
@@ -332,6 +338,7 @@ def test_processes_with_different_states_are_refused(tmp_path):
         assert "another state" in result.said[0]
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_one_damaged_chunk_makes_all_processes_fall_back_to_the_step_before(tmp_path):
     args = [str(tmp_path / "run"), "20"]
     script = loop("""

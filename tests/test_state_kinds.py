@@ -523,11 +523,13 @@ def of_dtype(dtype):
     }
 
 
-@pytest.fixture(scope="module")
-def dtype_states(tmp_path_factory):
+@pytest.fixture(scope="module", params=["direct", "tensorstore"])
+def dtype_states(request, tmp_path_factory):
     states = {dtype: of_dtype(dtype) for dtype in DTYPES}
     path = tmp_path_factory.mktemp("dtypes") / "one"
-    rps.save(path, states, config={"replica_parallel": {"min_slice_bytes": 16}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RPSAVE_ENGINE", request.param)
+        rps.save(path, states, config={"replica_parallel": {"min_slice_bytes": 16}})
     return path, states
 
 
@@ -542,6 +544,7 @@ def test_every_dtype_comes_back_bit_equal(dtype_states, dtype):
     assert {key: bits(x) for key, x in host.items()} == {key: bits(x) for key, x in states[dtype].items()}
 
 
+@pytest.mark.usefixtures("each_engine")
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
 def test_nan_payloads_signed_zeros_and_infinities_survive(back, dtype):
     """Report 11."""
@@ -581,6 +584,7 @@ def test_host_values_never_pass_through_a_device(back):
     assert_same_tree(back(state), state)
 
 
+@pytest.mark.usefixtures("each_engine")
 @pytest.mark.parametrize(
     "view",
     [
@@ -602,6 +606,7 @@ def test_numpy_layouts_are_not_scrambled(back, view):
     assert np.array_equal(found, array)
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_transposed_jax_arrays_are_not_scrambled(back):
     mesh = mesh_of((4, 2))
     data = jax.device_put(values((8, 12, 4), np.float32), on(mesh, "data"))
@@ -714,6 +719,7 @@ def test_every_structure_comes_back(tmp_path, make):
     ]
 
 
+@pytest.mark.usefixtures("each_engine")
 def test_all_structures_at_once_come_back_through_a_run(tmp_path):
     state = {name.replace(" ", "_"): make() for name, make in STRUCTURES.items()}
     assert_same_tree(through_callback(tmp_path, state, blank(state)), state)

@@ -1,0 +1,139 @@
+"""A file that is written past the page cache.
+
+Writing through the page cache costs a copy into memory that the kernel must first find, and a second pass of its own
+threads over it; on a machine whose cores all compute, that is most of what a save costs. O_DIRECT asks for aligned
+memory, offsets and lengths in return. Some file systems refuse it, when the file is opened or only when it is written:
+then the same writes go through the page cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+logger = logging.getLogger("flax_rpsave")
+
+ALIGNMENT = 4096  # of memory, offsets and lengths; devices ask for 512 or 4096
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+_NO_FALLOCATE = (*_REFUSED, errno.ENOSYS)
+# Magic numbers of file systems (statfs(2)) that are on this machine, on a disk.
+_LOCAL = {
+    0xEF53: "ext4",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0xF2F52010: "f2fs",
+    0x2FC12FC1: "zfs",
+    0xCA451A4E: "bcachefs",
+    0x794C7630: "overlay",
+}
+_STATFS_NBYTES = 256  # more than any platform's structure
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class DirectFile:
+    """A new file, written in aligned blocks by any number of threads.
+
+    Args:
+      path: Where it lies; must not exist.
+      direct: Whether to write past the page cache.
+
+    Attributes:
+      direct: Whether writes go past the page cache: False as soon as the file system has refused that.
+
+    Raises:
+      OSError: It cannot be opened; as every error of a method, it names the path.
+    """
+
+    def __init__(self, path: str, *, direct: bool = True):
+        self.path = path
+        self.direct = direct
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        if direct:
+            try:
+                self._descriptor = os.open(path, flags | os.O_DIRECT, 0o666)
+                return
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                self._refused(error)
+                with contextlib.suppress(FileNotFoundError):  # some file systems make the file, then refuse
+                    os.unlink(path)
+        self._descriptor = os.open(path, flags, 0o666)
+
+    def preallocate(self, nbytes: int) -> None:
+        """Reserves room, where the file system can; `finish` gives back what was not written.
+
+        Not `posix_fallocate`: where the file system cannot, that writes a byte to each block.
+        """
+        while nbytes and _libc.fallocate(self._descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)):
+            code = ctypes.get_errno()
+            if code in _NO_FALLOCATE:
+                return
+            if code != errno.EINTR:
+                raise OSError(code, os.strerror(code), self.path)
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Writes all of the data; its memory, its length and the offset are multiples of `ALIGNMENT`."""
+        while data:
+            direct = self.direct
+            try:
+                done = os.pwrite(self._descriptor, data, offset)
+            except OSError as error:
+                if not direct or error.errno not in _REFUSED:
+                    raise OSError(error.errno, error.strerror, self.path) from None
+                self._refused(error)
+                flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+                fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                continue
+            if not done:
+                raise OSError(errno.EIO, "Nothing was written", self.path)
+            data, offset = data[done:], offset + done
+
+    def finish(self, nbytes: int) -> None:
+        """Makes what was written durable, and the file as long as that."""
+        with self._named():
+            os.ftruncate(self._descriptor, nbytes)
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Closes it."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            os.close(descriptor)
+
+    def _refused(self, error: OSError) -> None:
+        if self.direct:
+            self.direct = False
+            logger.info("%s is written through the page cache: direct writes are refused (%s)", self.path, error)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.path) from None
+
+
+def aligned_buffer(nbytes: int) -> np.ndarray:
+    """Bytes whose memory is aligned for direct writes; what is never touched takes no memory."""
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+
+def is_on_local_disk(path: str) -> bool:
+    """Whether a directory is on a file system of this machine's disks, not in memory or on a network."""
+    statfs = ctypes.create_string_buffer(_STATFS_NBYTES)
+    if _libc.statfs(os.fsencode(path), statfs):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), path)
+    magic = int.from_bytes(statfs.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
+    return magic in _LOCAL
