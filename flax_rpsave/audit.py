@@ -12,7 +12,6 @@ import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import unquote
 
 import tensorstore as ts
 
@@ -20,6 +19,8 @@ from flax_rpsave import commit, documents
 from flax_rpsave.directory import Directory
 from flax_rpsave.documents import TreeEntry
 from flax_rpsave.errors import CorruptCheckpointError
+from flax_rpsave.nodes import walk
+from flax_rpsave.reading import Reading
 from flax_rpsave.store import (
     OCDBT_MANIFEST,
     chunk_key,
@@ -29,7 +30,7 @@ from flax_rpsave.store import (
     open_database,
     stored_database,
 )
-from flax_rpsave.stored import Documents, Reading, Stored, open_documents, read_documents
+from flax_rpsave.stored import Documents, Stored, open_documents, read_documents
 
 
 @dataclass(frozen=True)
@@ -142,32 +143,11 @@ class _Audit:
         if OCDBT_MANIFEST not in place.files():
             return
         base = f"{self._prefix}{name}/" if name else self._prefix
-        store = ts.KvStore.open(place.kvstore(), context=self._context).result()
-        try:
-            with Reading(f"{place}/{OCDBT_MANIFEST}"):
-                root = ts.ocdbt.dump(store, context=self._context).result()["versions"][-1]["root"]
-        except CorruptCheckpointError as error:
-            self._add(f"{base}{OCDBT_MANIFEST}", error)
-            return
-        self.checked["nodes"] += 1
-        waiting = [(str(root["location"]), b"")] if "location" in root else []
-        while waiting:
-            location, prefix = waiting.pop()
-            file = base + _file_of(location)
-            try:
-                with Reading(f"{self._directory}/{file}: a node of the database"):
-                    node = ts.ocdbt.dump(store, location, context=self._context).result()
-            except CorruptCheckpointError as error:
-                self._add(file, error)
-                continue
+        for node in walk(place, self._context, lambda file, error: self._add(base + file, error)):
             self.checked["nodes"] += 1
-            for entry in node["entries"]:
-                if "location" in entry:
-                    waiting.append((str(entry["location"]), prefix + entry["subtree_common_prefix"]))
-                elif not name:
-                    value = entry.get("indirect_value")
-                    key = (prefix + entry["key"]).decode()
-                    self._files[key] = file if value is None else base + _file_of(str(value))
+            if not name:
+                for key, value in node.places.items():
+                    self._files[key] = base + (node.file if value is None else value.file)
 
     def _check_indices(self, item: Directory) -> None:
         """The digests themselves, which are sealed. Without those of one process nothing can be verified."""
@@ -227,12 +207,6 @@ class _Audit:
     def _file(self, key: str) -> str:
         """The file with a key's value: where the database has it, or, where each value is a file, that."""
         return self._files.get(key, f"{self._prefix}{key}")
-
-
-def _file_of(location: str) -> str:
-    """The file that a reference in a database is to: `type:directory:file:offset:length`, its parts quoted."""
-    _, directory, file, _, _ = location.split(":")
-    return unquote(directory) + unquote(file)
 
 
 def _zarr2_key(name: str, index: tuple[int, ...]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 # Bytes are moved as plain numbers: NumPy copies those faster than elements of added types such as bfloat16.
-_PLAIN = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+PLAIN = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _SCRATCH_NBYTES = 256 << 10
 
 
@@ -28,7 +28,7 @@ class ChunkBytes:
     """
 
     def __init__(self, values: np.ndarray, chunk_shape: tuple[int, ...]):
-        self._values: np.ndarray = values.view(_PLAIN[values.itemsize])
+        self._values: np.ndarray = values.view(PLAIN[values.itemsize])
         self._chunk_shape = chunk_shape
         self.nbytes = math.prod(chunk_shape) * values.itemsize
         # Where only the first dimension is short, all zeros come after the values; where these are contiguous as well,

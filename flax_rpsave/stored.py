@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import tensorstore as ts
 
 from flax_rpsave import documents, host_memory
-from flax_rpsave.directory import Directory, brief
+from flax_rpsave.direct_reads import DirectReads, PlacedChunk
+from flax_rpsave.directory import Directory, FileDirectory
 from flax_rpsave.documents import Tree, TreeEntry
-from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError, RPSaveError, StorageError
-from flax_rpsave.exchange import Chunk, StoredArray, chunk_boxes
+from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError
+from flax_rpsave.exchange import Box, Chunk, StoredArray, chunk_boxes
+from flax_rpsave.nodes import Place, walk
+from flax_rpsave.reading import Reading
 from flax_rpsave.store import (
     OCDBT_MANIFEST,
     chunk_key,
@@ -30,11 +34,8 @@ from flax_rpsave.store import (
 
 _Key = TypeVar("_Key")
 _IN_FLIGHT_NBYTES = 512 << 20
-# TensorStore's status codes that speak of the content; the others (denied, unavailable, …) speak of the storage.
-# A database's nodes that were read and make no sense carry none.
-_CORRUPT = re.compile(
-    r"(?:^|\s)(NOT_FOUND|DATA_LOSS|INVALID_ARGUMENT|FAILED_PRECONDITION|OUT_OF_RANGE|UNIMPLEMENTED):|Error decoding "
-)
+_PLAIN_CODECS = ([{"name": "bytes", "configuration": {"endian": "little"}}], [{"name": "bytes"}])
+"""Of arrays whose chunks lie in storage as in the memory of a little-endian machine."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,9 @@ class Stored:
         Raises:
           CorruptCheckpointError: A chunk is missing or changed.
         """
-        for name, values, future in _read_ahead((name, array) for name, array in arrays.items()):
-            with Reading(f"leaf {name} of {self.item}"):
-                future.result()
-            self._verify(name, arrays[name], values)
-            yield name, values
+        wanted = (_Wanted(name, name, array, tuple(chunk_boxes(*_grid(array)))) for name, array in arrays.items())
+        for name, values in self._read_ahead(wanted):
+            yield name, values.result()
             del values  # they are the caller's now
 
     def read_chunks(
@@ -146,11 +145,8 @@ class Stored:
         Raises:
           CorruptCheckpointError: A chunk is missing or changed.
         """
-        values = {}
-        for chunk, read, future in _read_ahead((chunk, arrays[chunk.name][chunk.box]) for chunk in chunks):
-            self._check_read(chunk.name, chunk.index, read, future)
-            values[chunk.name, chunk.index] = read
-        return values
+        wanted = (_chunk(chunk, chunk.name, arrays[chunk.name], chunk.index, chunk.box) for chunk in chunks)
+        return {(chunk.name, chunk.index): values.result() for chunk, values in self._read_ahead(wanted)}
 
     def chunk_faults(
         self, arrays: Mapping[str, ts.TensorStore]
@@ -160,27 +156,71 @@ class Stored:
         Yields:
           Name, index in the chunk grid, bytes of the values, and what is wrong.
         """
-        chunks = (
-            ((name, index), array[box]) for name, array in arrays.items() for index, box in chunk_boxes(*_grid(array))
+        wanted = (
+            _chunk((name, index), name, array, index, box)
+            for name, array in arrays.items()
+            for index, box in chunk_boxes(*_grid(array))
         )
-        for (name, index), values, future in _read_ahead(chunks):
+        for (name, index), values in self._read_ahead(wanted):
             try:
-                self._check_read(name, index, values, future)
+                nbytes = values.result().nbytes
             except CorruptCheckpointError as error:
                 yield name, index, 0, error
             else:
-                yield name, index, values.nbytes, None
+                yield name, index, nbytes, None
 
-    def _check_read(self, name: str, index: tuple[int, ...], values: np.ndarray, future: Any) -> None:
-        """Waits until a chunk was read, and compares its values with their digest."""
-        with Reading(f"leaf {name} of {self.item}"):
-            future.result()
-        self._check(name, index, values)
+    def _read_ahead(self, wanted: Iterable[_Wanted[_Key]]) -> Iterator[tuple[_Key, _Values]]:
+        """Begins to read arrays, or parts of them, a bounded number of bytes ahead; yields their keys and values."""
+        waiting = iter(wanted)
+        ahead: deque[tuple[_Key, _Values]] = deque()
+        nbytes = 0
+        with DirectReads() as reads:
+            while True:
+                while (nbytes < _IN_FLIGHT_NBYTES or not ahead) and (following := next(waiting, None)) is not None:
+                    values = _Values(self, following, reads)
+                    ahead.append((following.key, values))
+                    nbytes += values.nbytes
+                if not ahead:
+                    return
+                key, values = ahead.popleft()
+                nbytes -= values.nbytes
+                yield key, values
+                del values
 
-    def _verify(self, name: str, array: ts.TensorStore, values: np.ndarray) -> None:
-        if self.digests is not None and values.size:
-            for index, box in chunk_boxes(*_grid(array)):
-                self._check(name, index, values[box])
+    def place_directly(self, wanted: _Wanted[Any]) -> list[PlacedChunk] | None:
+        """Where the chunks lie in files as they are in memory; None where they do not."""
+        if not wanted.chunks or not wanted.view.rank or not self._places:
+            return None
+        codec: Any = wanted.view.codec
+        if codec.to_json().get("codecs") not in _PLAIN_CODECS:
+            return None
+        placed = []
+        for index, box in wanted.chunks:
+            key = chunk_key(wanted.name, index)
+            if (place := self._places.get(key)) is None or (self.digests is not None and key not in self.digests):
+                return None
+            placed.append(
+                PlacedChunk(f"{self.item}/{place.file}", place.offset, box, (self.digests or {}).get(key, ""))
+            )
+        return placed
+
+    @functools.cached_property
+    def _places(self) -> Mapping[str, Place | None]:
+        """Where values lie, by key; empty where they are not in files of this machine.
+
+        Raises:
+          CorruptCheckpointError: A node of the database is damaged.
+        """
+        if not isinstance(self.item, FileDirectory) or not (self.tree.use_ocdbt and self.tree.use_zarr3):
+            return {}
+
+        def damaged(file: str, error: CorruptCheckpointError) -> None:
+            raise error
+
+        places: dict[str, Place | None] = {}
+        for node in walk(self.item, self._context, damaged):
+            places.update(node.places)
+        return places
 
     def _check_document(self, name: str, found: StoredArray) -> None:
         """Compares what an array's document says with its digest."""
@@ -195,7 +235,7 @@ class Stored:
                 f"{found.dtype.name}{list(found.shape)}"
             )
 
-    def _check(self, name: str, index: tuple[int, ...], values: np.ndarray) -> None:
+    def check_chunk(self, name: str, index: tuple[int, ...], values: np.ndarray) -> None:
         """Compares a chunk's values with its digest."""
         if self.digests is None:
             return
@@ -209,27 +249,67 @@ class Stored:
             )
 
 
-def _read_ahead(views: Iterable[tuple[_Key, ts.TensorStore]]) -> Iterator[tuple[_Key, np.ndarray, Any]]:
-    """Begins to read arrays, or parts of them, a bounded number of bytes ahead.
+@dataclass(frozen=True)
+class _Wanted(Generic[_Key]):
+    """An array, or a part of one, that is to be read.
 
-    Yields:
-      Key, values, and the future that is done once the values are there.
+    Attributes:
+      key: What the values are yielded with.
+      name: The array's.
+      view: What to read.
+      chunks: The chunks in it: index, and the part of the view that each holds.
     """
-    waiting = iter(views)
-    ahead: deque[tuple[_Key, np.ndarray, Any]] = deque()
-    nbytes = 0
-    while True:
-        while (nbytes < _IN_FLIGHT_NBYTES or not ahead) and (following := next(waiting, None)) is not None:
-            key, view = following
-            values = host_memory.empty(view.shape, view.dtype.numpy_dtype)
-            ahead.append((key, values, ts.array(values, dtype=view.dtype, copy=False).write(view)))
-            nbytes += values.nbytes
-        if not ahead:
-            return
-        key, values, future = ahead.popleft()
-        nbytes -= values.nbytes
-        yield key, values, future
-        del values, future
+
+    key: _Key
+    name: str
+    view: ts.TensorStore
+    chunks: tuple[tuple[tuple[int, ...], Box], ...]
+
+
+def _chunk(key: _Key, name: str, array: ts.TensorStore, index: tuple[int, ...], box: Box) -> _Wanted[_Key]:
+    """One chunk of an array, as an array of its own."""
+    return _Wanted(key, name, array[box], ((index, (slice(None),) * len(box)),))
+
+
+class _Values:
+    """Values on their way to the host: read directly where that is possible, else by TensorStore."""
+
+    def __init__(self, stored: Stored, wanted: _Wanted[Any], reads: DirectReads):
+        self._stored = stored
+        self._wanted = wanted
+        self._values = host_memory.empty(wanted.view.shape, wanted.view.dtype.numpy_dtype)
+        self.nbytes = self._values.nbytes
+        self._direct: list[Future[bool]] = []
+        self._future: Any = None
+        if (placed := stored.place_directly(wanted)) is not None:
+            self._direct = reads.start(self._values, describe(wanted.view).chunk_shape, placed)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        view = self._wanted.view
+        self._future = ts.array(self._values, dtype=view.dtype, copy=False).write(view)
+
+    def result(self) -> np.ndarray:
+        """The values, once they are there and verified.
+
+        Raises:
+          CorruptCheckpointError: They are missing or changed.
+          StorageError: The storage is at fault.
+        """
+        name = self._wanted.name
+        with Reading(f"leaf {name} of {self._stored.item}"):
+            if self._direct and not [
+                future for future in self._direct if not future.result()
+            ]:  # waits for each of them
+                return self._values
+            if self._future is None:
+                self._begin()  # it says what is wrong
+            self._future.result()
+        if self._values.size:
+            for index, box in self._wanted.chunks:
+                self._stored.check_chunk(name, index, self._values[box])
+        return self._values
 
 
 def _grid(array: ts.TensorStore) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -395,22 +475,3 @@ def _read_digests(
         digests.update(index)
         writers.update(dict.fromkeys(index, process))
     return digests or None, writers
-
-
-class Reading:
-    """Turns what goes wrong while reading into the error that says whether the content or the storage is at fault."""
-
-    def __init__(self, what: str):
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, RPSaveError):
-            return
-        if isinstance(error, OSError):
-            raise StorageError(f"{self._what} cannot be read: {error}") from error
-        if isinstance(error, (ValueError, NotImplementedError, RuntimeError)):
-            wrong = CorruptCheckpointError if _CORRUPT.search(str(error)) else StorageError
-            raise wrong(f"{self._what} cannot be read: {brief(error)}") from error

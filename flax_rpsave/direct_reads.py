@@ -1,0 +1,138 @@
+"""Chunks read from files of a local disk into arrays, past the page cache, their digests taken in the same pass.
+
+A few threads read at once, each a block at a time into a buffer of its own that O_DIRECT can use, from where the values
+go to their place. What the page cache would cost is as much as the reading. Small chunks go through it all the same:
+one read of the disk then brings many of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import xxhash
+
+from flax_rpsave.chunk_bytes import PLAIN
+from flax_rpsave.direct_file import ALIGNMENT, aligned_buffer
+
+_THREADS = 4  # a disk is at its fastest with a few requests at once
+_BLOCK_NBYTES = 8 << 20
+_LARGE_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class PlacedChunk:
+    """An uncompressed chunk in a file.
+
+    Attributes:
+      path: Of the file.
+      offset: Where its bytes begin.
+      box: The part of the array that gets its values; the chunk has at least as many along each dimension.
+      digest: Of the values; "" for one that is not known.
+    """
+
+    path: str
+    offset: int
+    box: tuple[slice, ...]
+    digest: str
+
+
+class DirectReads:
+    """Threads that read; end them with `close`, or as a context manager."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="rpsave-read")
+        self._own = threading.local()  # each thread's buffer
+        self._descriptors: dict[tuple[str, bool], int] = {}
+        self._opening = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the threads; what they have not begun is not read."""
+        self._executor.shutdown(cancel_futures=True)
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def start(
+        self, values: np.ndarray, chunk_shape: tuple[int, ...], chunks: Sequence[PlacedChunk]
+    ) -> list[Future[bool]]:
+        """Begins to read chunks.
+
+        Args:
+          values: Gets the values; of rank 1 at least, C-contiguous.
+          chunk_shape: Of every chunk.
+          chunks: Where they lie.
+
+        Returns:
+          Futures: whether the chunks were there and their digests right. They raise `OSError` where reading fails.
+        """
+        plain: np.ndarray = values.view(PLAIN[values.itemsize])
+        large = math.prod(chunk_shape) * values.itemsize >= _LARGE_NBYTES
+        parts = [[chunk] for chunk in chunks] if large else [list(chunks)]
+        return [self._executor.submit(self._read_all, plain, chunk_shape, part, large) for part in parts]
+
+    def _read_all(
+        self, values: np.ndarray, chunk_shape: tuple[int, ...], chunks: Sequence[PlacedChunk], direct: bool
+    ) -> bool:
+        try:
+            return all(self._read(values[chunk.box], chunk_shape, chunk, direct) for chunk in chunks)
+        except FileNotFoundError:
+            return False
+
+    def _read(self, target: np.ndarray, chunk_shape: tuple[int, ...], chunk: PlacedChunk, direct: bool) -> bool:
+        """Reads a chunk a few rows at a time; not those behind the array's end."""
+        descriptor = self._descriptor(chunk.path, direct)
+        row = math.prod(chunk_shape[1:]) * target.itemsize
+        inner = tuple(slice(n) for n in target.shape[1:])
+        hasher = xxhash.xxh3_64()
+        step = max(1, _BLOCK_NBYTES // row)
+        for first in range(0, len(target), step):
+            rows = min(step, len(target) - first)
+            data = self._bytes(descriptor, chunk.offset + first * row, rows * row)
+            if data is None:
+                return False
+            there = data.view(target.dtype).reshape(rows, *chunk_shape[1:])[(slice(None), *inner)]
+            if chunk.digest:
+                hasher.update(np.ascontiguousarray(there).data)
+            target[first : first + rows] = there
+        return not chunk.digest or hasher.hexdigest() == chunk.digest
+
+    def _bytes(self, descriptor: int, offset: int, nbytes: int) -> np.ndarray | None:
+        """Some bytes of a file, in this thread's buffer; None where the file is shorter."""
+        begin = offset // ALIGNMENT * ALIGNMENT
+        end = -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT
+        buffer: np.ndarray | None = getattr(self._own, "buffer", None)
+        if buffer is None or len(buffer) < end - begin:
+            buffer = self._own.buffer = aligned_buffer(max(end - begin, _BLOCK_NBYTES + 2 * ALIGNMENT))
+        done = 0
+        while begin + done < offset + nbytes:
+            got = os.preadv(descriptor, [buffer[done : end - begin].data], begin + done)
+            if not got:
+                return None
+            done += got
+        return buffer[offset - begin : offset - begin + nbytes]
+
+    def _descriptor(self, path: str, direct: bool) -> int:
+        with self._opening:
+            if (path, direct) not in self._descriptors:
+                try:
+                    found = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+                except OSError as error:
+                    if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                        raise
+                    found = os.open(path, os.O_RDONLY)  # this file system has no direct reads
+                self._descriptors[path, direct] = found
+            return self._descriptors[path, direct]

@@ -1,0 +1,79 @@
+"""The nodes of an OCDBT database, read one by one: which is damaged, and where each value lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import unquote
+
+import tensorstore as ts
+
+from flax_rpsave.directory import Directory
+from flax_rpsave.errors import CorruptCheckpointError
+from flax_rpsave.reading import Reading
+from flax_rpsave.store import OCDBT_MANIFEST
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value lies: in a file, relative to the database's directory, from `offset` on."""
+
+    file: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a node says: the file that it lies in itself, and the places of values by key; None: in the node."""
+
+    file: str
+    places: Mapping[str, Place | None]
+
+
+def walk(
+    directory: Directory, context: ts.Context, damaged: Callable[[str, CorruptCheckpointError], None]
+) -> Iterator[Node]:
+    """Reads the manifest and every node of a database that its newest version has; their own checksums are compared.
+
+    Args:
+      directory: The database's.
+      context: TensorStore resources.
+      damaged: Told the file and the error of each that cannot be read; what is below such a node is not reached.
+
+    Raises:
+      StorageError: The storage is at fault.
+    """
+    store = ts.KvStore.open(directory.kvstore(), context=context).result()
+    try:
+        with Reading(f"{directory}/{OCDBT_MANIFEST}"):
+            root = ts.ocdbt.dump(store, context=context).result()["versions"][-1]["root"]
+    except CorruptCheckpointError as error:
+        damaged(OCDBT_MANIFEST, error)
+        return
+    yield Node(OCDBT_MANIFEST, {})
+    waiting = [(_place(root["location"]), str(root["location"]), b"")] if "location" in root else []
+    while waiting:
+        place, location, prefix = waiting.pop()
+        try:
+            with Reading(f"{directory}/{place.file}: a node of the database"):
+                node = ts.ocdbt.dump(store, location, context=context).result()
+        except CorruptCheckpointError as error:
+            damaged(place.file, error)
+            continue
+        places: dict[str, Place | None] = {}
+        for entry in node["entries"]:
+            if "location" in entry:
+                child = entry["location"]
+                waiting.append((_place(child), str(child), prefix + entry["subtree_common_prefix"]))
+            else:
+                value = entry.get("indirect_value")
+                places[(prefix + entry["key"]).decode()] = None if value is None else _place(value)
+        yield Node(place.file, places)
+
+
+def _place(location: Any) -> Place:
+    """Of a reference as TensorStore prints it: `type:directory:file:offset:length`, its parts quoted."""
+    _, directory, file, offset, nbytes = str(location).split(":")
+    return Place(unquote(directory) + unquote(file), int(offset), int(nbytes))
