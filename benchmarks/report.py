@@ -109,7 +109,7 @@ def limits_table(results: Results, case: str) -> list[str]:
     measured = [trial["limits"] for trial in trials(results, "machine", case, "")]
     nbytes = results["cases"][case]["state_bytes"]
     rows = []
-    for name in measured[0]:
+    for name in measured[0] if measured else ():
         runs = [limits[name] for limits in measured if limits[name]]
         secs = [run["secs"] for run in runs]
         speed = f"{nbytes / 1e9 / statistics.median(secs):.2f}" if secs else "not possible here"

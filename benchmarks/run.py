@@ -181,8 +181,8 @@ class Bench:
                 self.trials.append(trial)
                 try:
                     trial |= self._answer(kind, case, peer, directory, count)
-                except RuntimeError as error:
-                    trial["error"] = str(error)
+                except Exception as error:  # noqa: BLE001 - of one trial; the others' results are worth keeping
+                    trial["error"] = str(error) or repr(error)
                 print(summary(trial), flush=True)
                 if trial["error"]:
                     break

@@ -92,8 +92,7 @@ def _ls(options: argparse.Namespace) -> int:
     directory = _open(options)
     rows = list_steps(directory)
     if options.json:
-        steps = [{**dataclasses.asdict(row), "metrics": _finite(row.metrics)} for row in rows]
-        _print_json({"directory": str(directory), "steps": steps})
+        _print_json({"directory": str(directory), "steps": [dataclasses.asdict(row) for row in rows]})
         return _FINE
     _print_table(
         ["step", "state", "committed", "size", "metrics", "directory"],
@@ -158,9 +157,14 @@ def _verify(options: argparse.Namespace) -> int:
     found = []
     for step, directory in checkpoints(_open(options)).items():
         # A context of its own for each: what was read of another checkpoint is of no use any more.
-        result = audit(directory, step, options.item, new_context())
-        if result.faults and not (directory.exists() and is_committed(directory)):
+        try:
+            result = audit(directory, step, options.item, new_context())
+        except NoCheckpointError:
+            if directory.exists() and is_committed(directory):
+                raise
             continue  # the run's retention has deleted it meanwhile
+        if result.faults and not (directory.exists() and is_committed(directory)):
+            continue  # likewise
         found.append(result)
         if not options.json:
             print(_verdict(result), flush=True)
@@ -199,16 +203,17 @@ def _verdict(result: Audit) -> str:
     return "\n".join(lines)
 
 
-def _finite(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics with null for NaN and infinity, for which JSON has no words."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in metrics.items()
-    }
+def _finite(value: Any) -> Any:
+    """The value with null for NaN and infinity, for which JSON has no words."""
+    if isinstance(value, Mapping):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
+    print(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
 def _print_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int]) -> None:

@@ -251,8 +251,8 @@ def publish(step: Directory, item: Directory, final: Directory, files: Mapping[s
         with contextlib.suppress(StorageError):  # the marker is there: this file tells nothing any more
             step.remove(_WRITING)
         return
-    step.remove(_WRITING)
     step.sync_all()  # TensorStore syncs the directory of each file, but not that of a directory which it makes
+    step.remove(_WRITING)  # as late as can be: without it the directory is anybody's to remove
     step.move_to(final)
 
 

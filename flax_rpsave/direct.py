@@ -25,7 +25,7 @@ import xxhash
 
 from flax_rpsave import ocdbt
 from flax_rpsave.chunk_bytes import ChunkBytes
-from flax_rpsave.direct_file import ALIGNMENT, DirectFile, aligned_buffer
+from flax_rpsave.direct_file import ALIGNMENT, BLOCK_NBYTES, LARGE_NBYTES, DirectFile, aligned_buffer
 from flax_rpsave.directory import FileDirectory
 from flax_rpsave.documents import array_digest, digest
 from flax_rpsave.engine import Written
@@ -33,9 +33,7 @@ from flax_rpsave.planner import LeafPlan
 from flax_rpsave.snapshot import Piece
 from flax_rpsave.store import MAX_INLINE_NBYTES, OCDBT_MANIFEST, array_document, chunk_key, document_key
 
-BLOCK_NBYTES = 8 << 20
-_LARGE_NBYTES = 1 << 20  # values from this size on begin at a multiple of `ALIGNMENT`, others at one of:
-_SMALL_ALIGNMENT = 64
+_SMALL_ALIGNMENT = 64  # of values of less than `LARGE_NBYTES`
 
 
 class Helper:
@@ -253,7 +251,7 @@ class DirectEngine:
         fill = 0
         for value in values:
             nbytes = value.source.nbytes
-            alignment = ALIGNMENT if nbytes >= _LARGE_NBYTES else _SMALL_ALIGNMENT
+            alignment = ALIGNMENT if nbytes >= LARGE_NBYTES else _SMALL_ALIGNMENT
             fill = -(-fill // alignment) * alignment
             if value.key is not None:
                 place = ocdbt.Location(self._name, block.offset + fill, nbytes)

@@ -16,13 +16,20 @@ import logging
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 logger = logging.getLogger("flax_rpsave")
 
 ALIGNMENT = 4096  # of memory, offsets and lengths; devices ask for 512 or 4096
+BLOCK_NBYTES = 8 << 20
+"""What is read or written at once."""
+LARGE_NBYTES = 1 << 20
+"""Values from this size on begin at a multiple of `ALIGNMENT`, and are read past the page cache."""
+ENGINE_VARIABLE = "RPSAVE_ENGINE"
+"""Environment variable: `auto`, `direct` or `tensorstore`."""
+
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 _NO_FALLOCATE = (*_REFUSED, errno.ENOSYS)
 # Magic numbers of file systems (statfs(2)) that are on this machine, on a disk.
@@ -58,17 +65,7 @@ class DirectFile:
         self.path = path
         self.direct = direct
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        if direct:
-            try:
-                self._descriptor = os.open(path, flags | os.O_DIRECT, 0o666)
-                return
-            except OSError as error:
-                if error.errno not in _REFUSED:
-                    raise
-                self._refused(error)
-                with contextlib.suppress(FileNotFoundError):  # some file systems make the file, then refuse
-                    os.unlink(path)
-        self._descriptor = os.open(path, flags, 0o666)
+        self._descriptor = open_direct(path, flags, self._refused) if direct else os.open(path, flags, 0o666)
 
     def preallocate(self, nbytes: int) -> None:
         """Reserves room, where the file system can; `finish` gives back what was not written.
@@ -91,9 +88,9 @@ class DirectFile:
             except OSError as error:
                 if not direct or error.errno not in _REFUSED:
                     raise OSError(error.errno, error.strerror, self.path) from None
-                self._refused(error)
                 flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+                self._refused(error)  # after that: the other thread may look at any time
                 continue
             if not done:
                 raise OSError(errno.EIO, "Nothing was written", self.path)
@@ -122,6 +119,20 @@ class DirectFile:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, self.path) from None
+
+
+def open_direct(path: str, flags: int, refused: Callable[[OSError], None] = lambda error: None) -> int:
+    """A descriptor with O_DIRECT, or without it where the file system refuses that; `refused` is then told."""
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        refused(error)
+    if flags & os.O_EXCL:
+        with contextlib.suppress(FileNotFoundError):  # some file systems make the file, then refuse
+            os.unlink(path)
+    return os.open(path, flags, 0o666)
 
 
 def aligned_buffer(nbytes: int) -> np.ndarray:

@@ -2,12 +2,13 @@
 
 A few threads read at once, each a block at a time into a buffer of its own that O_DIRECT can use, from where the values
 go to their place. What the page cache would cost is as much as the reading. Small chunks go through it all the same:
-one read of the disk then brings many of them.
+one read of the disk then brings many of them. Whatever goes wrong is only reported as "not read": who reads the same
+through TensorStore then learns the reason.
 """
 
 from __future__ import annotations
 
-import errno
+import logging
 import math
 import os
 import threading
@@ -20,11 +21,21 @@ import numpy as np
 import xxhash
 
 from flax_rpsave.chunk_bytes import PLAIN
-from flax_rpsave.direct_file import ALIGNMENT, aligned_buffer
+from flax_rpsave.direct_file import (
+    ALIGNMENT,
+    BLOCK_NBYTES,
+    ENGINE_VARIABLE,
+    LARGE_NBYTES,
+    aligned_buffer,
+    is_on_local_disk,
+    open_direct,
+)
+from flax_rpsave.directory import Directory, FileDirectory
+
+logger = logging.getLogger("flax_rpsave")
 
 _THREADS = 4  # a disk is at its fastest with a few requests at once
-_BLOCK_NBYTES = 8 << 20
-_LARGE_NBYTES = 1 << 20
+_OPEN_FILES = 64  # of a process's 1024, where nobody has allowed more
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,14 @@ class PlacedChunk:
     offset: int
     box: tuple[slice, ...]
     digest: str
+
+
+def can_read_directly(directory: Directory) -> bool:
+    """Whether files there are to be read past the page cache: those of local disks, unless RPSAVE_ENGINE forbids it."""
+    mode = os.environ.get(ENGINE_VARIABLE, "auto")
+    if mode == "tensorstore" or not isinstance(directory, FileDirectory):
+        return False
+    return mode == "direct" or is_on_local_disk(str(directory))
 
 
 class DirectReads:
@@ -77,10 +96,10 @@ class DirectReads:
           chunks: Where they lie.
 
         Returns:
-          Futures: whether the chunks were there and their digests right. They raise `OSError` where reading fails.
+          Futures: whether the chunks were read and their digests are right.
         """
         plain: np.ndarray = values.view(PLAIN[values.itemsize])
-        large = math.prod(chunk_shape) * values.itemsize >= _LARGE_NBYTES
+        large = math.prod(chunk_shape) * values.itemsize >= LARGE_NBYTES
         parts = [[chunk] for chunk in chunks] if large else [list(chunks)]
         return [self._executor.submit(self._read_all, plain, chunk_shape, part, large) for part in parts]
 
@@ -89,16 +108,19 @@ class DirectReads:
     ) -> bool:
         try:
             return all(self._read(values[chunk.box], chunk_shape, chunk, direct) for chunk in chunks)
-        except FileNotFoundError:
+        except OSError as error:
+            logger.debug("direct read refused or failed: %s", error)
             return False
 
     def _read(self, target: np.ndarray, chunk_shape: tuple[int, ...], chunk: PlacedChunk, direct: bool) -> bool:
         """Reads a chunk a few rows at a time; not those behind the array's end."""
+        while chunk_shape[0] == 1 and len(chunk_shape) > 1:  # a row would be all of it
+            target, chunk_shape = target[0], chunk_shape[1:]
         descriptor = self._descriptor(chunk.path, direct)
         row = math.prod(chunk_shape[1:]) * target.itemsize
         inner = tuple(slice(n) for n in target.shape[1:])
         hasher = xxhash.xxh3_64()
-        step = max(1, _BLOCK_NBYTES // row)
+        step = max(1, BLOCK_NBYTES // row)
         for first in range(0, len(target), step):
             rows = min(step, len(target) - first)
             data = self._bytes(descriptor, chunk.offset + first * row, rows * row)
@@ -116,7 +138,7 @@ class DirectReads:
         end = -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT
         buffer: np.ndarray | None = getattr(self._own, "buffer", None)
         if buffer is None or len(buffer) < end - begin:
-            buffer = self._own.buffer = aligned_buffer(max(end - begin, _BLOCK_NBYTES + 2 * ALIGNMENT))
+            buffer = self._own.buffer = aligned_buffer(max(end - begin, BLOCK_NBYTES + 2 * ALIGNMENT))
         done = 0
         while begin + done < offset + nbytes:
             got = os.preadv(descriptor, [buffer[done : end - begin].data], begin + done)
@@ -126,13 +148,10 @@ class DirectReads:
         return buffer[offset - begin : offset - begin + nbytes]
 
     def _descriptor(self, path: str, direct: bool) -> int:
+        key = (path, direct)
         with self._opening:
-            if (path, direct) not in self._descriptors:
-                try:
-                    found = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
-                except OSError as error:
-                    if not direct or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                        raise
-                    found = os.open(path, os.O_RDONLY)  # this file system has no direct reads
-                self._descriptors[path, direct] = found
-            return self._descriptors[path, direct]
+            if key not in self._descriptors and len(self._descriptors) >= _OPEN_FILES:
+                raise OSError(f"{path}: more than {_OPEN_FILES} files")  # TensorStore reads what is in the others
+            if key not in self._descriptors:
+                self._descriptors[key] = open_direct(path, os.O_RDONLY) if direct else os.open(path, os.O_RDONLY)
+            return self._descriptors[key]

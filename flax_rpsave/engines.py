@@ -17,8 +17,15 @@ import numpy as np
 import tensorstore as ts
 
 from flax_rpsave.config import StorageConfig
-from flax_rpsave.direct import BLOCK_NBYTES, Buffers, DirectEngine, Helper, new_buffers
-from flax_rpsave.direct_file import ALIGNMENT, DirectFile, aligned_buffer, is_on_local_disk
+from flax_rpsave.direct import Buffers, DirectEngine, Helper, new_buffers
+from flax_rpsave.direct_file import (
+    ALIGNMENT,
+    BLOCK_NBYTES,
+    ENGINE_VARIABLE,
+    DirectFile,
+    aligned_buffer,
+    is_on_local_disk,
+)
 from flax_rpsave.directory import Directory, FileDirectory
 from flax_rpsave.engine import Engine, TensorStoreEngine
 from flax_rpsave.errors import ConfigError
@@ -26,7 +33,6 @@ from flax_rpsave.planner import LeafPlan
 
 logger = logging.getLogger("flax_rpsave")
 
-_VARIABLE = "RPSAVE_ENGINE"
 _MODES = ("auto", "direct", "tensorstore")
 _TIMED_NBYTES = 256 << 20  # a save of less is not worth the time that a comparison takes
 _PROBE_BLOCKS = 2
@@ -46,9 +52,9 @@ class Engines:
 
     def __init__(self, context: ts.Context):
         self._context = context
-        self._mode = os.environ.get(_VARIABLE, "auto")
+        self._mode = os.environ.get(ENGINE_VARIABLE, "auto")
         if self._mode not in _MODES:
-            raise ConfigError(f"{_VARIABLE} must be one of {', '.join(_MODES)}, got {self._mode!r}")
+            raise ConfigError(f"{ENGINE_VARIABLE} must be one of {', '.join(_MODES)}, got {self._mode!r}")
         self._direct: bool | None = None if self._mode == "auto" else self._mode == "direct"
         self._buffers: Buffers | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,30 +48,38 @@ def walk(
     """
     store = ts.KvStore.open(directory.kvstore(), context=context).result()
     try:
-        with Reading(f"{directory}/{OCDBT_MANIFEST}"):
+        with _parsing(f"{directory}/{OCDBT_MANIFEST}"):
             root = ts.ocdbt.dump(store, context=context).result()["versions"][-1]["root"]
+            waiting = [(_place(root["location"]), str(root["location"]), b"")] if "location" in root else []
     except CorruptCheckpointError as error:
         damaged(OCDBT_MANIFEST, error)
         return
     yield Node(OCDBT_MANIFEST, {})
-    waiting = [(_place(root["location"]), str(root["location"]), b"")] if "location" in root else []
     while waiting:
         place, location, prefix = waiting.pop()
+        places: dict[str, Place | None] = {}
         try:
-            with Reading(f"{directory}/{place.file}: a node of the database"):
-                node = ts.ocdbt.dump(store, location, context=context).result()
+            with _parsing(f"{directory}/{place.file}: a node of the database"):
+                for entry in ts.ocdbt.dump(store, location, context=context).result()["entries"]:
+                    if "location" in entry:
+                        child = entry["location"]
+                        waiting.append((_place(child), str(child), prefix + entry["subtree_common_prefix"]))
+                    else:
+                        value = entry.get("indirect_value")
+                        places[(prefix + entry["key"]).decode()] = None if value is None else _place(value)
         except CorruptCheckpointError as error:
             damaged(place.file, error)
             continue
-        places: dict[str, Place | None] = {}
-        for entry in node["entries"]:
-            if "location" in entry:
-                child = entry["location"]
-                waiting.append((_place(child), str(child), prefix + entry["subtree_common_prefix"]))
-            else:
-                value = entry.get("indirect_value")
-                places[(prefix + entry["key"]).decode()] = None if value is None else _place(value)
         yield Node(place.file, places)
+
+
+@contextlib.contextmanager
+def _parsing(what: str) -> Iterator[None]:
+    with Reading(what):
+        try:
+            yield
+        except (LookupError, UnicodeDecodeError) as error:
+            raise CorruptCheckpointError(f"{what} makes no sense: {error!r}") from error
 
 
 def _place(location: Any) -> Place:

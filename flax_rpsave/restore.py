@@ -267,12 +267,21 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) 
         raise TreeMismatchError(
             f"{label}: {values.dtype.name}{list(values.shape)} cannot be placed with {sharding}: {error}"
         ) from error
-    parts = {str(box): values[(*box, ...)] for box in boxes.values()}
-    if len(parts) < len(boxes) and _on_cpu(boxes):
+    parts = {_bounds(box, values.shape): values[(*box, ...)] for box in boxes.values()}
+    shared = len(parts) < len(boxes) and _on_cpu(boxes)
+    if shared:
         parts = {key: host_memory.aligned(part) for key, part in parts.items()}
-        return jax.make_array_from_callback(values.shape, sharding, lambda box: parts[str(box)], dtype=values.dtype)
-    array = jax.make_array_from_callback(values.shape, sharding, lambda box: parts[str(box)], dtype=values.dtype)
-    return _owned(array, parts.values())
+
+    def part(box: Any) -> np.ndarray:
+        return parts[_bounds(box, values.shape)]
+
+    array = jax.make_array_from_callback(values.shape, sharding, part, dtype=values.dtype)
+    return array if shared else _owned(array, parts.values())
+
+
+def _bounds(box: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """A box in the one form of several that it can have."""
+    return tuple(part.indices(n)[:2] for part, n in zip(box, shape, strict=True))
 
 
 def _owned(array: Any, sources: Iterable[np.ndarray]) -> Any:

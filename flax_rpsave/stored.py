@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -14,8 +16,8 @@ import numpy as np
 import tensorstore as ts
 
 from flax_rpsave import documents, host_memory
-from flax_rpsave.direct_reads import DirectReads, PlacedChunk
-from flax_rpsave.directory import Directory, FileDirectory
+from flax_rpsave.direct_reads import DirectReads, PlacedChunk, can_read_directly
+from flax_rpsave.directory import Directory
 from flax_rpsave.documents import Tree, TreeEntry
 from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError
 from flax_rpsave.exchange import Box, Chunk, StoredArray, chunk_boxes
@@ -194,10 +196,12 @@ class Stored:
         codec: Any = wanted.view.codec
         if codec.to_json().get("codecs") not in _PLAIN_CODECS:
             return None
+        nbytes = math.prod(describe(wanted.view).chunk_shape) * wanted.view.dtype.numpy_dtype.itemsize
         placed = []
         for index, box in wanted.chunks:
             key = chunk_key(wanted.name, index)
-            if (place := self._places.get(key)) is None or (self.digests is not None and key not in self.digests):
+            place = self._places.get(key)
+            if place is None or place.nbytes != nbytes or (self.digests is not None and key not in self.digests):
                 return None
             placed.append(
                 PlacedChunk(f"{self.item}/{place.file}", place.offset, box, (self.digests or {}).get(key, ""))
@@ -206,19 +210,14 @@ class Stored:
 
     @functools.cached_property
     def _places(self) -> Mapping[str, Place | None]:
-        """Where values lie, by key; empty where they are not in files of this machine.
+        """Where values lie, by key; empty where they are not to be read directly."""
+        plain = self.tree.use_ocdbt and self.tree.use_zarr3 and sys.byteorder == "little"
+        return self._find_places() if plain and can_read_directly(self.item) else {}
 
-        Raises:
-          CorruptCheckpointError: A node of the database is damaged.
-        """
-        if not isinstance(self.item, FileDirectory) or not (self.tree.use_ocdbt and self.tree.use_zarr3):
-            return {}
-
-        def damaged(file: str, error: CorruptCheckpointError) -> None:
-            raise error
+    def _find_places(self) -> Mapping[str, Place | None]:
 
         places: dict[str, Place | None] = {}
-        for node in walk(self.item, self._context, damaged):
+        for node in walk(self.item, self._context, lambda *_: None):  # TensorStore says what it cannot reach
             places.update(node.places)
         return places
 
@@ -299,9 +298,8 @@ class _Values:
         """
         name = self._wanted.name
         with Reading(f"leaf {name} of {self._stored.item}"):
-            if self._direct and not [
-                future for future in self._direct if not future.result()
-            ]:  # waits for each of them
+            # A list: all must have ended before TensorStore writes to the same memory.
+            if self._direct and all([future.result() for future in self._direct]):  # noqa: C419
                 return self._values
             if self._future is None:
                 self._begin()  # it says what is wrong

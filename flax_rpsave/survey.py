@@ -103,7 +103,8 @@ def list_steps(directory: Directory) -> list[StepRow]:
     if not directory.exists():
         raise NoCheckpointError(f"{directory} does not exist")
     if is_checkpoint(directory):
-        return [_step_row(directory, commit.step_number(directory.name), "committed")]
+        step, state = commit.state_of(directory) or (None, "committed")
+        return [_step_row(directory, step, state)]
     rows = [
         _step_row(directory / name, *found)
         for name in directory.children()
@@ -111,7 +112,7 @@ def list_steps(directory: Directory) -> list[StepRow]:
     ]
     if not rows:
         raise NoCheckpointError(f"{directory} has no steps")
-    return sorted(rows, key=lambda row: (row.step is None, row.step, row.state != "committed", row.name))
+    return sorted(rows, key=lambda row: (row.step, row.state != "committed", row.name))
 
 
 def _step_row(directory: Directory, step: int | None, state: str) -> StepRow:

@@ -177,9 +177,10 @@ class SaveRun:
     def _execute(self, helper: Helper | None) -> SaveStats:
         request = self.request
         if self._group.decides:
-            if request.replaces is not None:
+            if request.replaces is not None and request.replaces.exists():  # else an earlier try has moved it
                 commit.move_aside(request.replaces, "damaged", request.nonce)
-            temporary = self._temporary = commit.prepare(request.final, request.nonce)
+            self._temporary = commit.workplace(request.final, request.nonce)  # whatever of it is there when this fails
+            temporary = commit.prepare(request.final, request.nonce)
             self._warn_of_little_room(temporary)
             self._channel.open(request.nonce)
         else:

@@ -122,6 +122,7 @@ def test_a_process_that_is_late_is_named_and_the_next_save_works(tmp_path):
 
 def test_a_process_that_is_late_but_in_time_holds_up_the_commit_and_nothing_else(tmp_path):
     script = loop("""
+    os.environ["RPSAVE_ENGINE"] = "tensorstore"
     from flax_rpsave.agreement import Channel
     from flax_rpsave.engine import TensorStoreEngine
     def announce(method, where):
