@@ -3,7 +3,9 @@
 Every byte of storage is read once, however many replicas the target has: a leaf is read whole to the host, its chunks
 are compared with their digests, and each device gets its shard from that copy. Leaves are read a few at a time, so that
 the host never holds a second copy of the state. Several processes read a share of the chunks each, agree that all are
-good, and exchange them (`exchange`). The arrays returned own their memory: they can be donated.
+good, and exchange them (`exchange`). The arrays returned can be donated. Where several CPU devices of a process hold
+the same part they share one piece of memory, to which nothing else refers; a step that is given such an array as a
+donation makes the runtime copy it for each device.
 """
 
 from __future__ import annotations
