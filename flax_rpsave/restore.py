@@ -269,7 +269,9 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) 
         raise TreeMismatchError(
             f"{label}: {values.dtype.name}{list(values.shape)} cannot be placed with {sharding}: {error}"
         ) from error
-    parts = {_bounds(box, values.shape): values[(*box, ...)] for box in boxes.values()}
+    # Where this process has none of the devices, JAX still asks for the whole of what all of them hold.
+    wanted = list(boxes.values()) or [(slice(None),) * values.ndim]
+    parts = {_bounds(box, values.shape): values[(*box, ...)] for box in wanted}
     shared = len(parts) < len(boxes) and _on_cpu(boxes)
     if shared:
         parts = {key: host_memory.aligned(part) for key, part in parts.items()}
