@@ -152,7 +152,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--megabytes", type=int, default=64, help="each part is repeated to about this size")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--results", type=Path, help="print what such a file has, and measure nothing")
     options = parser.parse_args(arguments)
+    if options.results is not None:
+        print(report(json.loads(options.results.read_text())))
+        return
     with tempfile.TemporaryDirectory() as directory:
         parts = groups(options.checkpoint or train(Path(directory), options.steps))
     found = measure(parts, options.rounds, options.megabytes << 20)
