@@ -63,12 +63,11 @@ def save(
       StepOrderError: The directory exists.
       SaveError: The state cannot be saved.
     """
-    context = new_context()
-    final = open_directory(path, context)
+    final = open_directory(path, new_context())
     with explained(f"{final} was not saved", SaveError):
         if final.exists() and not commit.is_leftover(final):
             raise StepOrderError(f"{final} exists already and is not overwritten")
-    saver = Saver(_config(config), None, context)
+    saver = Saver(_config(config), None)
     try:
         saver.save(
             tree,

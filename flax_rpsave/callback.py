@@ -82,9 +82,8 @@ class CheckpointCallback:
         self._watch = PreemptionWatch(None)
         if not self.config.enabled:
             return
-        context = new_context()
-        self._root = open_directory(self.config.directory, context)
-        self._saver = Saver(self.config, self._root, context, on_commit)
+        self._root = open_directory(self.config.directory, new_context())
+        self._saver = Saver(self.config, self._root, on_commit)
         _check_writable(self._root, self._saver.nonce)
         if self.config.save_on_preemption:
             self._watch = PreemptionWatch(self.config.preemption_signals)

@@ -43,15 +43,11 @@ _TOLERANCE = 1.25  # such a short measurement is no more exact; direct writes ne
 class Engines:
     """Makes the engine of each save of a run; keeps what direct writes need between them.
 
-    Args:
-      context: TensorStore resources of the run.
-
     Raises:
       ConfigError: RPSAVE_ENGINE has another value.
     """
 
-    def __init__(self, context: ts.Context):
-        self._context = context
+    def __init__(self) -> None:
         self._mode = os.environ.get(ENGINE_VARIABLE, "auto")
         if self._mode not in _MODES:
             raise ConfigError(f"{ENGINE_VARIABLE} must be one of {', '.join(_MODES)}, got {self._mode!r}")
@@ -74,6 +70,7 @@ class Engines:
         storage: StorageConfig,
         nbytes: int,
         helper: Helper | None,
+        context: ts.Context,
     ) -> Engine:
         """The engine of a save.
 
@@ -84,12 +81,13 @@ class Engines:
           storage: The `storage:` block.
           nbytes: About how many bytes of chunks there will be.
           helper: The second thread; without one, TensorStore writes.
+          context: TensorStore resources of the save.
         """
         if isinstance(directory, FileDirectory) and helper is not None and self._writes_directly(directory, nbytes):
             buffers = self._buffers = self._buffers or new_buffers()
             checksum = storage.checksum
             return DirectEngine(directory, plans, describe, checksum, nbytes, buffers, helper, self._refused)
-        return TensorStoreEngine(directory, plans, describe, storage, self._context)
+        return TensorStoreEngine(directory, plans, describe, storage, context)
 
     def _writes_directly(self, directory: FileDirectory, nbytes: int) -> bool:
         if self._direct is None:

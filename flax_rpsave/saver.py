@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import tensorstore as ts
 from jax.sharding import NamedSharding
 
 from flax_rpsave.agreement import Group
@@ -33,7 +32,6 @@ class Saver:
     Args:
       config: The configuration.
       root: The run's directory, in which retention deletes; None for a save without a run.
-      context: TensorStore resources of the run.
       on_commit: Called with each commit's stats, in the background.
     """
 
@@ -41,13 +39,12 @@ class Saver:
         self,
         config: CheckpointConfig,
         root: Directory | None,
-        context: ts.Context,
         on_commit: Callable[[SaveStats], None] | None = None,
     ):
         self.config = config
         self.nonce = secrets.token_hex(4)
         self.group = Group(config.commit_timeout_secs)
-        self.writer = Writer(root, self.group, context, on_commit)
+        self.writer = Writer(root, self.group, on_commit)
         self._signature: Any = None
         self._snapshotter: Snapshotter | None = None
 

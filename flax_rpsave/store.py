@@ -37,7 +37,7 @@ _CODECS: Mapping[str | None, list[dict[str, Any]]] = {
 
 
 def new_context() -> ts.Context:
-    """Resources that everything of one run shares: one cache, so that a process writes one database, not hundreds.
+    """Resources that all of one save, or of one reader, shares: with one cache it writes one database, not hundreds.
 
     Chunks that are written are not kept in it: they are views of staging memory, which could then not be reused.
 

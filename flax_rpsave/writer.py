@@ -44,7 +44,7 @@ from flax_rpsave.leaves import Leaf
 from flax_rpsave.planner import SavePlan
 from flax_rpsave.retention import steps_to_delete
 from flax_rpsave.snapshot import Snapshot
-from flax_rpsave.store import data_key, database, index_key, open_database
+from flax_rpsave.store import data_key, database, index_key, new_context, open_database
 
 logger = logging.getLogger("flax_rpsave")
 
@@ -111,12 +111,11 @@ class SaveRequest:
 class SaveRun:
     """One save: the request, and the hand-over of its snapshots between the two threads."""
 
-    def __init__(self, request: SaveRequest, group: Group, context: ts.Context, engines: Engines):
+    def __init__(self, request: SaveRequest, group: Group, engines: Engines):
         self.request = request
         self._group = group
         self._engines = engines
         self._channel = group.channel(f"step {request.step}")
-        self._context = context
         self._temporary: Directory | None = None
         self._snapshots: queue.SimpleQueue[Snapshot | None] = queue.SimpleQueue()
         self._written = threading.Semaphore(0)
@@ -176,6 +175,7 @@ class SaveRun:
 
     def _execute(self, helper: Helper | None) -> SaveStats:
         request = self.request
+        context = new_context()  # of this save alone: what it keeps of the database is of no use to the next one
         if self._group.decides:
             if request.replaces is not None and request.replaces.exists():  # else an earlier try has moved it
                 commit.move_aside(request.replaces, "damaged", request.nonce)
@@ -195,6 +195,7 @@ class SaveRun:
             storage=request.config.storage,
             nbytes=request.plan.process_bytes.get(process, 0),
             helper=helper,
+            context=context,
         )
         snapshot_secs = 0.0
         fingerprints: dict[int, dict[int, int]] = {}
@@ -213,7 +214,7 @@ class SaveRun:
         with jax.profiler.TraceAnnotation("rpsave:commit"):
             self._channel.report(report)
             if self._group.decides:
-                self._commit(temporary, item, self._channel.collect(report))
+                self._commit(temporary, item, self._channel.collect(report), context)
                 self._temporary = None  # committed: whatever goes wrong from here on removes nothing
                 self._channel.decide()
             else:
@@ -263,7 +264,9 @@ class SaveRun:
             report["replicas"] = divergence.build_report(request.plan, process, self._group.processes, fingerprints)
         return engine.finish(values), report
 
-    def _commit(self, temporary: Directory, item: Directory, reports: Sequence[Mapping[str, Any]]) -> None:
+    def _commit(
+        self, temporary: Directory, item: Directory, reports: Sequence[Mapping[str, Any]], context: ts.Context
+    ) -> None:
         request = self.request
         for process, report in enumerate(reports):
             if report["plan"] != reports[0]["plan"]:
@@ -275,9 +278,9 @@ class SaveRun:
             self._check_replicas([report["replicas"] for report in reports])
         use_ocdbt = request.config.storage.use_ocdbt
         if use_ocdbt:
-            store = commit.merge(item, len(reports), self._context)
+            store = commit.merge(item, len(reports), context)
         else:
-            store = open_database(database(item, False), self._context)
+            store = open_database(database(item, False), context)
         commit.check(store, [report["index"] for report in reports])
         plans = {leaf.layout.name: leaf for leaf in request.plan.leaves}
         prefix = f"{request.item}/" if request.item is not None else ""
@@ -317,7 +320,6 @@ class Writer:
     Args:
       root: The run's directory, where retention deletes; None for a save without one.
       group: The processes that save together.
-      context: TensorStore resources of the run.
       on_commit: Called with each commit's stats, in the background of process 0.
     """
 
@@ -325,12 +327,10 @@ class Writer:
         self,
         root: Directory | None,
         group: Group,
-        context: ts.Context,
         on_commit: Callable[[SaveStats], None] | None = None,
     ):
         self._group = group
-        self._engines = Engines(context)
-        self.context = context
+        self._engines = Engines()
         self.stats: SaveStats | None = None
         self.damaged: dict[int, Directory] = {}
         self._cleaned = False
@@ -352,7 +352,7 @@ class Writer:
         if self.running:
             raise SaveError(f"step {request.step}: another save is under way; call the callback from one thread only")
         self._logged = None
-        run = SaveRun(request, self._group, self.context, self._engines)
+        run = SaveRun(request, self._group, self._engines)
         helper = None
         _fail_at_exit(self)
         try:
