@@ -148,7 +148,9 @@ class Stored:
           CorruptCheckpointError: A chunk is missing or changed.
         """
         wanted = (_chunk(chunk, chunk.name, arrays[chunk.name], chunk.index, chunk.box) for chunk in chunks)
-        return {(chunk.name, chunk.index): values.result() for chunk, values in self._read_ahead(wanted)}
+        # By TensorStore, whose counters of the processes together show that nothing is read twice.
+        found = self._read_ahead(wanted, directly=False)
+        return {(chunk.name, chunk.index): values.result() for chunk, values in found}
 
     def chunk_faults(
         self, arrays: Mapping[str, ts.TensorStore]
@@ -171,7 +173,7 @@ class Stored:
             else:
                 yield name, index, nbytes, None
 
-    def _read_ahead(self, wanted: Iterable[_Wanted[_Key]]) -> Iterator[tuple[_Key, _Values]]:
+    def _read_ahead(self, wanted: Iterable[_Wanted[_Key]], *, directly: bool = True) -> Iterator[tuple[_Key, _Values]]:
         """Begins to read arrays, or parts of them, a bounded number of bytes ahead; yields their keys and values."""
         waiting = iter(wanted)
         ahead: deque[tuple[_Key, _Values]] = deque()
@@ -179,7 +181,7 @@ class Stored:
         with DirectReads() as reads:
             while True:
                 while (nbytes < _IN_FLIGHT_NBYTES or not ahead) and (following := next(waiting, None)) is not None:
-                    values = _Values(self, following, reads)
+                    values = _Values(self, following, reads if directly else None)
                     ahead.append((following.key, values))
                     nbytes += values.nbytes
                 if not ahead:
@@ -273,14 +275,14 @@ def _chunk(key: _Key, name: str, array: ts.TensorStore, index: tuple[int, ...], 
 class _Values:
     """Values on their way to the host: read directly where that is possible, else by TensorStore."""
 
-    def __init__(self, stored: Stored, wanted: _Wanted[Any], reads: DirectReads):
+    def __init__(self, stored: Stored, wanted: _Wanted[Any], reads: DirectReads | None):
         self._stored = stored
         self._wanted = wanted
         self._values = host_memory.empty(wanted.view.shape, wanted.view.dtype.numpy_dtype)
         self.nbytes = self._values.nbytes
         self._direct: list[Future[bool]] = []
         self._future: Any = None
-        if (placed := stored.place_directly(wanted)) is not None:
+        if reads is not None and (placed := stored.place_directly(wanted)) is not None:
             self._direct = reads.start(self._values, describe(wanted.view).chunk_shape, placed)
         else:
             self._begin()

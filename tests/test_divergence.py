@@ -465,7 +465,7 @@ def test_drifted_keys_fail_and_healthy_states_do_not(tmp_path, keys):
 def test_without_it_a_drifted_state_is_saved_without_a_word(tmp_path, caplog):
     with rps.CheckpointCallback(config(tmp_path, None)) as checkpoint, caplog.at_level(logging.WARNING):
         checkpoint(1, training_state(1, [(0, 0)]))
-    assert caplog.records == []
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_save_without_a_loop_compares_too(tmp_path):

@@ -953,7 +953,8 @@ def nbytes(tree):
 
 
 @pytest.mark.parametrize("use_ocdbt", [True, False])
-def test_storage_is_read_once_however_many_replicas_the_target_has(tmp_path, use_ocdbt):
+def test_storage_is_read_once_however_many_replicas_the_target_has(tmp_path, use_ocdbt, monkeypatch):
+    monkeypatch.setenv("RPSAVE_ENGINE", "tensorstore")  # it counts; direct reads: see test_direct_reads
     state = trained()
     everywhere = jax.tree.map(lambda x: jax.device_put(x, on(mesh_of((8,)))), state)
     config = {"storage": {"use_ocdbt": use_ocdbt}, "replica_parallel": {"min_slice_bytes": 16}}
@@ -963,7 +964,8 @@ def test_storage_is_read_once_however_many_replicas_the_target_has(tmp_path, use
     assert stored <= read <= 1.05 * stored
 
 
-def test_load_reads_only_what_it_returns(run_of_two_steps):
+def test_load_reads_only_what_it_returns(run_of_two_steps, monkeypatch):
+    monkeypatch.setenv("RPSAVE_ENGINE", "tensorstore")  # it counts; direct reads: see test_direct_reads
     root, state = run_of_two_steps
     for subtree, part in (
         ("params/embedding", state["params"]["embedding"]),
