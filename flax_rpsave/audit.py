@@ -20,7 +20,7 @@ from flax_rpsave.directory import Directory
 from flax_rpsave.documents import TreeEntry
 from flax_rpsave.errors import CorruptCheckpointError
 from flax_rpsave.nodes import walk
-from flax_rpsave.reading import Reading
+from flax_rpsave.reading import reading
 from flax_rpsave.store import (
     OCDBT_MANIFEST,
     chunk_key,
@@ -154,7 +154,7 @@ class _Audit:
         store = open_database(stored_database(item, OCDBT_MANIFEST in item.files()), self._context)
         for process in itertools.count():
             try:
-                with Reading(f"{item}/{index_key(process)}"):
+                with reading(f"{item}/{index_key(process)}"):
                     found = store.read(index_key(process)).result()
                 if found.state != "value":
                     return

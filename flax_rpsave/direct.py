@@ -27,8 +27,8 @@ from flax_rpsave import ocdbt
 from flax_rpsave.chunk_bytes import ChunkBytes
 from flax_rpsave.direct_file import ALIGNMENT, BLOCK_NBYTES, LARGE_NBYTES, DirectFile, aligned_buffer
 from flax_rpsave.directory import FileDirectory
-from flax_rpsave.documents import array_digest, digest
-from flax_rpsave.engine import Written
+from flax_rpsave.documents import digest
+from flax_rpsave.engine import Written, document_digests
 from flax_rpsave.planner import LeafPlan
 from flax_rpsave.snapshot import Piece
 from flax_rpsave.store import MAX_INLINE_NBYTES, OCDBT_MANIFEST, array_document, chunk_key, document_key
@@ -152,11 +152,7 @@ class DirectEngine:
         self._on_refusal = on_refusal
         self._written = Written()
         if describe:
-            for plan in plans:
-                layout = plan.layout
-                self._written.digests[document_key(layout.name)] = (
-                    array_digest(layout.shape, layout.dtype.name, plan.chunk_shape) if checksum else ""
-                )
+            self._written.digests.update(document_digests(plans, checksum))
         self._entries: list[ocdbt.Entry] = []
         self._end = 0
         self._taking = threading.Lock()

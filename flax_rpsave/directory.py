@@ -343,6 +343,10 @@ def open_directory(url: str | os.PathLike[str], context: ts.Context) -> Director
     return ObjectDirectory(spec, prefix.strip("/"), context)
 
 
+TENSORSTORE_ERRORS = (ValueError, RuntimeError, NotImplementedError)
+"""What TensorStore raises."""
+
+
 @contextlib.contextmanager
 def explained(doing: str, error: type[RPSaveError]) -> Iterator[None]:
     """Turns an error of the operating system, of TensorStore or of storage into `error`, with what was being done."""
@@ -352,7 +356,7 @@ def explained(doing: str, error: type[RPSaveError]) -> Iterator[None]:
         raise error(f"{doing}: {cause}") from cause
     except RPSaveError:
         raise
-    except (OSError, ValueError, RuntimeError, NotImplementedError) as cause:
+    except (OSError, *TENSORSTORE_ERRORS) as cause:
         raise error(f"{doing}: {brief(cause)}") from cause
 
 

@@ -16,15 +16,18 @@ This package's own documents are sealed: they end in a digest of themselves.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import importlib.metadata
 import json
+import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import xxhash
 from jax.sharding import SingleDeviceSharding
@@ -44,6 +47,8 @@ DOCUMENT_NAMES = frozenset({TREE, SHARDINGS, STRINGS, CHECKPOINT, COMMIT, ARRAY_
 """Names that no array may have where arrays lie beside the documents."""
 FORMAT_VERSION = 1
 """Version of what this package adds to the Orbax format."""
+
+logger = logging.getLogger("flax_rpsave")
 
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _STOCK_COMMIT = b"Checkpoint commit was successful"
@@ -115,7 +120,7 @@ def parse_tree(data: bytes, where: str) -> Tree:
     Raises:
       CorruptCheckpointError: It is no such document.
     """
-    with _Parsing(where):
+    with _parsing(where):
         document = json.loads(data)
         entries = []
         for entry in document["tree_metadata"].values():
@@ -146,7 +151,7 @@ def parse_shardings(data: bytes, where: str) -> dict[str, str]:
 
     "P(data, None) on (data=8, model=2)" for a sharding over a mesh, else the device or the kind.
     """
-    with _Parsing(where):
+    with _parsing(where):
         return {
             base64.urlsafe_b64decode(name).decode(): _sharding_in_short(json.loads(text))
             for name, text in json.loads(data).items()
@@ -184,7 +189,7 @@ def build_array_metadatas(leaves: Sequence[Leaf], plans: Mapping[str, LeafPlan])
 
 def parse_key_impls(data: bytes, where: str) -> dict[str, str]:
     """Names of the PRNG implementations, by leaf name, from `array_metadatas/process_N`."""
-    with _Parsing(where):
+    with _parsing(where):
         impls = {}
         for entry in json.loads(data)["array_metadatas"]:
             array = entry["array_metadata"]
@@ -201,7 +206,7 @@ def build_strings(leaves: Sequence[Leaf]) -> bytes | None:
 
 def parse_strings(data: bytes, where: str) -> dict[str, str]:
     """Strings by leaf name."""
-    with _Parsing(where):
+    with _parsing(where):
         return {str(name): str(text) for name, text in json.loads(data).items()}
 
 
@@ -229,6 +234,19 @@ def build_checkpoint(
     })  # fmt: skip
 
 
+def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as JSON numbers; one that cannot be had is null, since it is worth less than the checkpoint."""
+    fetched: dict[str, Any] = {}
+    for name, value in metrics.items():
+        try:
+            array = np.asarray(value)
+            fetched[name] = array.astype(float).item() if array.dtype.kind not in "biu" else array.item()
+        except Exception as error:  # noqa: BLE001 - a user's value: anything can go wrong
+            logger.warning("metric %r cannot be stored: %s", name, error)
+            fetched[name] = None
+    return fetched
+
+
 @functools.cache
 def _versions() -> dict[str, str]:
     """Versions of what writes: for a reader who wonders why it cannot read this."""
@@ -238,7 +256,7 @@ def _versions() -> dict[str, str]:
 
 def parse_checkpoint(data: bytes, where: str) -> dict[str, Any]:
     """Parses `_CHECKPOINT_METADATA`."""
-    with _Parsing(where):
+    with _parsing(where):
         document = json.loads(data)
         return {
             "metrics": dict(document.get("metrics") or {}),
@@ -266,7 +284,7 @@ def commit_faults(marker: bytes, documents: Mapping[str, bytes | None], where: s
     if is_stock_marker(marker):
         return
     try:
-        with _Parsing(f"{where}/{COMMIT}"):
+        with _parsing(f"{where}/{COMMIT}"):
             expected = dict(json.loads(unseal(marker, f"{where}/{COMMIT}")))
     except CorruptCheckpointError as error:
         yield COMMIT, str(error)
@@ -290,7 +308,7 @@ def parse_index(data: bytes, where: str) -> dict[str, str]:
     Raises:
       CorruptCheckpointError: The index was changed.
     """
-    with _Parsing(where):
+    with _parsing(where):
         return {str(key): str(value) for key, value in json.loads(unseal(data, where))["chunks"].items()}
 
 
@@ -321,18 +339,13 @@ def digest(data: Any) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-class _Parsing:
+@contextlib.contextmanager
+def _parsing(where: str) -> Iterator[None]:
     """Turns what goes wrong in parsing a document into a `CorruptCheckpointError` that names it."""
-
-    def __init__(self, where: str):
-        self._where = where
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, (ValueError, KeyError, TypeError, AttributeError, IndexError)):
-            raise CorruptCheckpointError(f"{self._where} is not a document of a checkpoint: {error!r}") from error
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CorruptCheckpointError(f"{where} is not a document of a checkpoint: {error!r}") from error
 
 
 def _json(value: Any) -> bytes:

@@ -83,8 +83,8 @@ class TensorStoreEngine:
         self._written = Written()
         self._describe = describe
         self._undescribed = frozenset(range(len(plans))) if describe else frozenset()
-        for leaf in self._undescribed:
-            self._digest_document(leaf)
+        if describe:
+            self._written.digests.update(document_digests(plans, storage.checksum))
 
     @property
     def digests(self) -> Mapping[str, str]:
@@ -142,9 +142,12 @@ class TensorStoreEngine:
         self._undescribed = self._undescribed - leaves
         return {leaf: future.result() for leaf, future in futures.items()}
 
-    def _digest_document(self, leaf: int) -> None:
-        plan = self._plans[leaf]
-        shape, dtype = plan.layout.shape, plan.layout.dtype.name
-        self._written.digests[document_key(plan.layout.name)] = (
-            array_digest(shape, dtype, plan.chunk_shape) if self._storage.checksum else ""
+
+def document_digests(plans: Sequence[LeafPlan], checksum: bool) -> dict[str, str]:
+    """Digests of what the arrays' documents must say, by their keys; "" without checksums."""
+    return {
+        document_key(plan.layout.name): (
+            array_digest(plan.layout.shape, plan.layout.dtype.name, plan.chunk_shape) if checksum else ""
         )
+        for plan in plans
+    }

@@ -84,9 +84,17 @@ class Engines:
           context: TensorStore resources of the save.
         """
         if isinstance(directory, FileDirectory) and helper is not None and self._writes_directly(directory, nbytes):
-            buffers = self._buffers = self._buffers or new_buffers()
-            checksum = storage.checksum
-            return DirectEngine(directory, plans, describe, checksum, nbytes, buffers, helper, self._refused)
+            self._buffers = self._buffers or new_buffers()
+            return DirectEngine(
+                directory,
+                plans,
+                describe,
+                checksum=storage.checksum,
+                nbytes=nbytes,
+                buffers=self._buffers,
+                helper=helper,
+                on_refusal=self._refused,
+            )
         return TensorStoreEngine(directory, plans, describe, storage, context)
 
     def _writes_directly(self, directory: FileDirectory, nbytes: int) -> bool:

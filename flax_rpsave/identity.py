@@ -79,5 +79,5 @@ def _began(pid: int) -> int | None:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    state, *fields = text.rpartition(")")[2].split()
-    return None if state in "ZX" else int(fields[18])  # a zombie writes nothing any more; see proc_pid_stat(5)
+    kind, *fields = text.rpartition(")")[2].split()
+    return None if kind in "ZX" else int(fields[18])  # a zombie writes nothing any more; see proc_pid_stat(5)

@@ -12,7 +12,7 @@ import tensorstore as ts
 
 from flax_rpsave.directory import Directory
 from flax_rpsave.errors import CorruptCheckpointError
-from flax_rpsave.reading import Reading
+from flax_rpsave.reading import reading
 from flax_rpsave.store import OCDBT_MANIFEST
 
 
@@ -75,7 +75,7 @@ def walk(
 
 @contextlib.contextmanager
 def _parsing(what: str) -> Iterator[None]:
-    with Reading(what):
+    with reading(what):
         try:
             yield
         except (LookupError, UnicodeDecodeError) as error:

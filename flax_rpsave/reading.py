@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from typing import Any
+from collections.abc import Iterator
 
-from flax_rpsave.directory import brief
+from flax_rpsave.directory import TENSORSTORE_ERRORS, brief
 from flax_rpsave.errors import CorruptCheckpointError, RPSaveError, StorageError
 
 # TensorStore's status codes that speak of the content; the others (denied, unavailable, …) speak of the storage.
@@ -15,20 +16,15 @@ _CORRUPT = re.compile(
 )
 
 
-class Reading:
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
     """Turns what goes wrong while reading into the error that says whether the content or the storage is at fault."""
-
-    def __init__(self, what: str):
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, RPSaveError):
-            return
-        if isinstance(error, OSError):
-            raise StorageError(f"{self._what} cannot be read: {error}") from error
-        if isinstance(error, (ValueError, NotImplementedError, RuntimeError)):
-            wrong = CorruptCheckpointError if _CORRUPT.search(str(error)) else StorageError
-            raise wrong(f"{self._what} cannot be read: {brief(error)}") from error
+    try:
+        yield
+    except RPSaveError:
+        raise
+    except OSError as error:
+        raise StorageError(f"{what} cannot be read: {error}") from error
+    except TENSORSTORE_ERRORS as error:
+        wrong = CorruptCheckpointError if _CORRUPT.search(str(error)) else StorageError
+        raise wrong(f"{what} cannot be read: {brief(error)}") from error

@@ -22,7 +22,7 @@ from flax_rpsave.documents import Tree, TreeEntry
 from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError
 from flax_rpsave.exchange import Box, Chunk, StoredArray, chunk_boxes
 from flax_rpsave.nodes import Place, walk
-from flax_rpsave.reading import Reading
+from flax_rpsave.reading import reading
 from flax_rpsave.store import (
     OCDBT_MANIFEST,
     chunk_key,
@@ -78,7 +78,7 @@ class Stored:
           CorruptCheckpointError: It is missing or changed.
         """
         key = data_key(process)
-        with Reading(f"{self.item}/{key}"):
+        with reading(f"{self.item}/{key}"):
             found = self._database.read(key).result()
         expected = (self.digests or {}).get(key)
         if found.state != "value":
@@ -120,7 +120,7 @@ class Stored:
             pending[entry.name] = ts.open(spec, open=True, read=True, context=self._context)
         arrays = {}
         for entry in entries:
-            with Reading(f"leaf {'/'.join(entry.path)} of {self.item}"):
+            with reading(f"leaf {'/'.join(entry.path)} of {self.item}"):
                 arrays[entry.name] = pending[entry.name].result()
             self._check_document(entry.name, describe(arrays[entry.name]))
         return arrays
@@ -214,13 +214,10 @@ class Stored:
     def _places(self) -> Mapping[str, Place | None]:
         """Where values lie, by key; empty where they are not to be read directly."""
         plain = self.tree.use_ocdbt and self.tree.use_zarr3 and sys.byteorder == "little"
-        return self._find_places() if plain and can_read_directly(self.item) else {}
-
-    def _find_places(self) -> Mapping[str, Place | None]:
-
         places: dict[str, Place | None] = {}
-        for node in walk(self.item, self._context, lambda *_: None):  # TensorStore says what it cannot reach
-            places.update(node.places)
+        if plain and can_read_directly(self.item):
+            for node in walk(self.item, self._context, lambda *_: None):  # TensorStore says what it cannot reach
+                places.update(node.places)
         return places
 
     def _check_document(self, name: str, found: StoredArray) -> None:
@@ -299,7 +296,7 @@ class _Values:
           StorageError: The storage is at fault.
         """
         name = self._wanted.name
-        with Reading(f"leaf {name} of {self._stored.item}"):
+        with reading(f"leaf {name} of {self._stored.item}"):
             # A list: all must have ended before TensorStore writes to the same memory.
             if self._direct and all([future.result() for future in self._direct]):  # noqa: C419
                 return self._values
@@ -368,7 +365,7 @@ def read_documents(directory: Directory, item: str | None) -> Documents:
     """
     place = _find_item(directory, item)
     prefix = f"{place.name}/" if place != directory else ""
-    with Reading(str(directory)):
+    with reading(str(directory)):
         marker = directory.read(documents.COMMIT)
         found: dict[str, bytes | None] = {
             name: directory.read(name)
@@ -393,12 +390,20 @@ def open_checkpoint(directory: Directory, item: str | None, context: ts.Context)
       NoCheckpointError: There is no such item, or several and none is named.
       CorruptCheckpointError: A document is missing or changed.
     """
-    there = read_documents(directory, item)
+    return open_checked(read_documents(directory, item), context)
+
+
+def open_checked(there: Documents, context: ts.Context) -> Stored:
+    """Checks documents, and opens what they describe.
+
+    Raises:
+      CorruptCheckpointError: One is missing or changed.
+    """
     for _, what in there.faults():
         raise CorruptCheckpointError(what)
     stored = open_documents(there, context)
     if there.marker is None and stored.ours:
-        raise CorruptCheckpointError(f"{directory}/{documents.COMMIT} is missing")
+        raise CorruptCheckpointError(f"{there.directory}/{documents.COMMIT} is missing")
     return stored
 
 
@@ -426,7 +431,7 @@ def open_documents(there: Documents, context: ts.Context) -> Stored:
     has_arrays = any(entry.is_array for entry in tree.entries)
     if has_arrays and tree.use_ocdbt and OCDBT_MANIFEST not in place.files():
         raise CorruptCheckpointError(f"{place}/{OCDBT_MANIFEST} is missing")
-    with Reading(str(place)):
+    with reading(str(place)):
         store = open_database(stored_database(place, tree.use_ocdbt), context)
         digests, writers = _read_digests(store, place, own)
     return Stored(directory, place, tree, impls, strings, digests, writers, own, store, context)

@@ -16,7 +16,7 @@ from flax_rpsave.directory import Directory
 from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError
 from flax_rpsave.exchange import chunk_boxes
 from flax_rpsave.store import chunk_key
-from flax_rpsave.stored import Stored, describe, is_checkpoint, open_checkpoint, read_documents
+from flax_rpsave.stored import Stored, describe, is_checkpoint, open_checked, read_documents
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,10 @@ def survey(directory: Directory, step: int | None, item: str | None, context: ts
       NoCheckpointError: There is no such item.
       CorruptCheckpointError: A document is missing or changed.
     """
-    stored = open_checkpoint(directory, item, context)
+    there = read_documents(directory, item)
+    stored = open_checked(there, context)
     shardings = {}
-    if (data := read_documents(directory, item).of_item(documents.SHARDINGS)) is not None:
+    if (data := there.of_item(documents.SHARDINGS)) is not None:
         shardings = documents.parse_shardings(data, f"{stored.item}/{documents.SHARDINGS}")
     arrays = stored.open_arrays([entry for entry in stored.tree.entries if entry.is_array])
     rows = []

@@ -29,7 +29,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 import tensorstore as ts
 
 from flax_rpsave import commit, divergence, documents
@@ -290,7 +289,7 @@ class SaveRun:
             f"{prefix}{documents.ARRAY_METADATAS}/process_0": documents.build_array_metadatas(request.leaves, plans),
             documents.CHECKPOINT: documents.build_checkpoint(
                 request.item,
-                _fetched(request.metrics),
+                documents.as_numbers(request.metrics),
                 {"step": request.step, "processes": len(reports), "run": request.run, "extra": request.extra},
                 request.begun_ns,
             ),
@@ -463,19 +462,6 @@ def _raisable(error: BaseException) -> SaveError:
     raised = type(error)(*error.args) if isinstance(error, SaveError) else SaveError(f"saving failed: {error!r}")
     raised.__cause__ = error
     return raised
-
-
-def _fetched(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as JSON numbers; one that cannot be had is null, since it is worth less than the checkpoint."""
-    fetched: dict[str, Any] = {}
-    for name, value in metrics.items():
-        try:
-            array = np.asarray(value)
-            fetched[name] = array.astype(float).item() if array.dtype.kind not in "biu" else array.item()
-        except Exception as error:  # noqa: BLE001 - a user's value: anything can go wrong
-            logger.warning("metric %r cannot be stored: %s", name, error)
-            fetched[name] = None
-    return fetched
 
 
 _writers: set[Writer] = set()

@@ -10,6 +10,15 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
 
 
+@pytest.fixture(scope="module", params=["s3", "gs"])
+def store(request):
+    """A server on the loopback interface, of each kind."""
+    from tests.object_stores import running  # TensorStore is to be loaded by those only who need it
+
+    with running(request.param) as store:
+        yield store
+
+
 @pytest.fixture(params=["direct", "tensorstore"])
 def each_engine(request, monkeypatch):
     """Runs a test with each engine, in the processes that it starts, too."""

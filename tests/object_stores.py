@@ -20,6 +20,7 @@ from flax_rpsave.store import new_context
 from tests.servers import proxy as proxies
 
 BUCKET = "bucket"
+MARKER = "commit_success.txt"
 _START_SECS = 60
 _AUTHORIZED = {
     "AWS_ACCESS_KEY_ID": "test",
@@ -49,6 +50,11 @@ class Store:
         """What a client's environment must have."""
         name = {"s3": "AWS_ENDPOINT_URL", "gs": "TENSORSTORE_GCS_HTTP_URL"}[self.scheme]
         return {**_AUTHORIZED, name: self.proxy.url}
+
+
+def own_url(store: Store, request: pytest.FixtureRequest) -> str:
+    """A URL of a test's own."""
+    return store.url("".join(c if c.isalnum() else "-" for c in request.node.name))
 
 
 @contextlib.contextmanager

@@ -10,23 +10,15 @@ import pytest
 import flax_rpsave as rps
 from tests import faults
 from tests.helpers import assert_same_tree
-from tests.object_stores import BUCKET, free_port, keys, running, serving
+from tests.object_stores import BUCKET, MARKER, free_port, keys, own_url, serving
 from tests.servers.proxy import Loss
-
-MARKER = "commit_success.txt"
-
-
-@pytest.fixture(scope="module", params=["s3", "gs"])
-def store(request):
-    with running(request.param) as store:
-        yield store
 
 
 @pytest.fixture
 def run(store, request, monkeypatch):
     """A URL of this test's own; requests are tried three times."""
     monkeypatch.setenv("RPSAVE_RETRY_SECS", "0.3")
-    return store.url("".join(c if c.isalnum() else "-" for c in request.node.name))
+    return own_url(store, request)
 
 
 def config(directory, **settings):

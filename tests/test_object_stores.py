@@ -15,21 +15,13 @@ from jax.sharding import PartitionSpec as P
 import flax_rpsave as rps
 from tests import faults, processes
 from tests.helpers import assert_same_tree
-from tests.object_stores import keys, objects, running
-
-MARKER = "commit_success.txt"
-
-
-@pytest.fixture(scope="module", params=["s3", "gs"])
-def store(request):
-    with running(request.param) as store:
-        yield store
+from tests.object_stores import MARKER, keys, objects, own_url
 
 
 @pytest.fixture
 def run(store, request):
     """A URL of this test's own."""
-    return store.url("".join(c if c.isalnum() else "-" for c in request.node.name))
+    return own_url(store, request)
 
 
 @pytest.fixture(params=[True, False], ids=["ocdbt", "raw"])

@@ -19,6 +19,8 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from tests.servers.handler import QuietKeepAlive
+
 _PAGE = 20
 
 
@@ -105,15 +107,7 @@ def _check(conditions: dict[str, str], found: Stored | None, changed: HTTPStatus
         raise RefusedError(changed, "At least one of the pre-conditions did not hold.")
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers the requests of one connection.
-
-    `Expect: 100-continue` is answered by the base class; without an answer curl waits a second before each upload.
-    """
-
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    wbufsize = 1 << 16
+class _Handler(QuietKeepAlive, BaseHTTPRequestHandler):
     server: Server
 
     def do_GET(self) -> None:
@@ -124,14 +118,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         self._answer(self._delete)
-
-    def log_message(self, *_) -> None:
-        pass
-
-    def handle_expect_100(self) -> bool:
-        super().handle_expect_100()
-        self.wfile.flush()
-        return True
 
     def _answer(self, method) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -221,7 +207,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def __init__(self, port: int, buckets: list[str]):
-        super().__init__(("127.0.0.1", port), Handler)
+        super().__init__(("127.0.0.1", port), _Handler)
         self.buckets = Buckets(buckets)
 
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.servers.handler import QuietKeepAlive
+
 
 class Loss(enum.Enum):
     """A connection that breaks."""
@@ -158,10 +160,7 @@ class _Server(ThreadingHTTPServer):
         """Says nothing of connections that break: that is what they are here for."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    wbufsize = 1 << 16
+class _Handler(QuietKeepAlive, BaseHTTPRequestHandler):
     server: _Server
 
     def setup(self) -> None:
@@ -171,14 +170,6 @@ class _Handler(BaseHTTPRequestHandler):
     def finish(self) -> None:
         self._upstream.close()
         super().finish()
-
-    def log_message(self, *_) -> None:
-        pass
-
-    def handle_expect_100(self) -> bool:
-        super().handle_expect_100()
-        self.wfile.flush()
-        return True
 
     def _forward(self) -> None:
         proxy = self.server.proxy
