@@ -2,7 +2,7 @@
 
     ./scripts/bench                                    every peer, both cases, 3 rounds: about half an hour on 2 cores
     ./scripts/bench --quick                            a tiny state, one round, two peers: does it all still work?
-    ./scripts/bench --scaling                          1 to 8 hosts with a network card of 4 MB/s each: 8 minutes
+    ./scripts/bench --scaling                          1 to 8 hosts with a network card of 4 MB/s each: 11 minutes
     ./scripts/bench --case gpt2_small --peers rpsave,orbax_rp --rounds 1 --scale 0.1
 
 Round robin: in each round the machine's limits are measured and every peer has its turn (another one goes first in each
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("bench", description="Measures checkpointers side by side.")
     preset = parser.add_mutually_exclusive_group()
     preset.add_argument("--quick", action="store_true", help="tiny state, one round, two peers: under 40 s")
-    preset.add_argument("--scaling", action="store_true", help="1 to 8 hosts, a network card each: 8 minutes")
+    preset.add_argument("--scaling", action="store_true", help="1 to 8 hosts, a network card each: 11 minutes")
     parser.add_argument("--case", action="append", choices=CASES, help="may be repeated")
     parser.add_argument("--peers", type=peer_names, help=",".join(PEERS))
     parser.add_argument("--rounds", type=int, help="turns of each peer")
@@ -230,11 +230,19 @@ def main(arguments: Sequence[str]) -> int:
     options.dir.mkdir(parents=True, exist_ok=True)
     about = environment(arguments)
     bench = Bench(options)
-    cases = {name: bench.run_case(name) for name in options.case}
+    out = options.out or options.dir / f"bench-{about['date'].replace(':', '')}.json"
+    cases: dict[str, Any] = {}
+
+    def write() -> None:
+        """After each case: a run that is cut off has measured something."""
+        out.write_text(json.dumps({"environment": about, "cases": cases, "trials": bench.trials}, indent=1) + "\n")
+
+    for name in options.case:
+        cases[name] = bench.run_case(name)
+        write()
     if options.soak_saves:
         bench.run_soak()
-    out = options.out or options.dir / f"bench-{about['date'].replace(':', '')}.json"
-    out.write_text(json.dumps({"environment": about, "cases": cases, "trials": bench.trials}, indent=1) + "\n")
+        write()
     print(f"wrote {out}")
     bad = [
         trial
