@@ -223,7 +223,8 @@ class _Rounds:
         if chunk.name not in self._values:
             array = self._arrays[chunk.name]
             self._values[chunk.name] = host_memory.empty(array.shape, array.dtype)
-        place = self._values[chunk.name][chunk.box]
+        box: Any = (*chunk.box, ...)  # which makes a view, of rank 0 too
+        place = self._values[chunk.name][box]
         if place.flags.c_contiguous:
             return _flat(place)
         if chunk.key not in self._apart:
