@@ -25,7 +25,7 @@ import tensorstore as ts
 from flax_rpsave import _compat, host_memory
 from flax_rpsave.documents import TreeEntry
 from flax_rpsave.errors import TreeMismatchError
-from flax_rpsave.exchange import Chunk, StoredArray, assign, exchange
+from flax_rpsave.exchange import Chunk, Key, StoredArray, assign, exchange
 from flax_rpsave.leaves import Leaf, Structure
 from flax_rpsave.stored import Stored, describe
 
@@ -125,7 +125,7 @@ class Fit:
             positions[leaf.path]: stored.string(by_path[leaf.path]) for leaf in wanted if leaf.kind == "string"
         }
         self._assignment: dict[str, list[Chunk]] = {}
-        self._own: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
+        self._own: dict[Key, np.ndarray] = {}
 
     def read_share(self, process: int, processes: int) -> None:
         """Reads and verifies what this process reads for all, where there are several.

@@ -137,16 +137,17 @@ class Snapshotter:
         return max((sum(program.local_nbytes for program in group) for group in self._groups), default=0)
 
     def compile(self) -> None:
-        """Compiles what is not compiled yet, and touches the staging memory where it is kept between saves.
+        """Compiles what is not compiled yet, and has the staging memory touched where it is kept between saves.
 
-        Safe to call from another thread, ahead of the first save.
+        Safe to call from another thread, ahead of the first save, which waits for a compilation under way, but for no
+        memory: the runtime orders that.
         """
         for group in self._groups:
             for program in group:
                 make_staging, _ = self._executables(program)
                 with program.lock, own_settings(program.mesh):
                     if self._keeps_staging(program) and program.staging is None and not program.taken:
-                        program.staging = jax.block_until_ready(make_staging())
+                        program.staging = make_staging()
 
     def take(self, leaves: Sequence[Leaf], group: int) -> Snapshot:
         """Dispatches the copies of one group; the first group has the host values too."""

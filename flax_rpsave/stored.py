@@ -20,7 +20,7 @@ from flax_rpsave.direct_reads import DirectReads, PlacedChunk, can_read_directly
 from flax_rpsave.directory import Directory
 from flax_rpsave.documents import Tree, TreeEntry
 from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError
-from flax_rpsave.exchange import Box, Chunk, StoredArray, chunk_boxes
+from flax_rpsave.exchange import Box, Chunk, Key, StoredArray, chunk_boxes
 from flax_rpsave.nodes import Place, walk
 from flax_rpsave.reading import reading
 from flax_rpsave.store import (
@@ -34,7 +34,7 @@ from flax_rpsave.store import (
     within,
 )
 
-_Key = TypeVar("_Key")
+_Tag = TypeVar("_Tag")
 _IN_FLIGHT_NBYTES = 512 << 20
 _PLAIN_CODECS = ([{"name": "bytes", "configuration": {"endian": "little"}}], [{"name": "bytes"}])
 """Of arrays whose chunks lie in storage as in the memory of a little-endian machine."""
@@ -139,9 +139,7 @@ class Stored:
             yield name, values.result()
             del values  # they are the caller's now
 
-    def read_chunks(
-        self, arrays: Mapping[str, ts.TensorStore], chunks: Sequence[Chunk]
-    ) -> dict[tuple[str, tuple[int, ...]], np.ndarray]:
+    def read_chunks(self, arrays: Mapping[str, ts.TensorStore], chunks: Sequence[Chunk]) -> dict[Key, np.ndarray]:
         """Reads and verifies chunks; returns their values by (name, index).
 
         Raises:
@@ -173,10 +171,10 @@ class Stored:
             else:
                 yield name, index, nbytes, None
 
-    def _read_ahead(self, wanted: Iterable[_Wanted[_Key]], *, directly: bool = True) -> Iterator[tuple[_Key, _Values]]:
+    def _read_ahead(self, wanted: Iterable[_Wanted[_Tag]], *, directly: bool = True) -> Iterator[tuple[_Tag, _Values]]:
         """Begins to read arrays, or parts of them, a bounded number of bytes ahead; yields their keys and values."""
         waiting = iter(wanted)
-        ahead: deque[tuple[_Key, _Values]] = deque()
+        ahead: deque[tuple[_Tag, _Values]] = deque()
         nbytes = 0
         with DirectReads() as reads:
             while True:
@@ -248,7 +246,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class _Wanted(Generic[_Key]):
+class _Wanted(Generic[_Tag]):
     """An array, or a part of one, that is to be read.
 
     Attributes:
@@ -258,13 +256,13 @@ class _Wanted(Generic[_Key]):
       chunks: The chunks in it: index, and the part of the view that each holds.
     """
 
-    key: _Key
+    key: _Tag
     name: str
     view: ts.TensorStore
     chunks: tuple[tuple[tuple[int, ...], Box], ...]
 
 
-def _chunk(key: _Key, name: str, array: ts.TensorStore, index: tuple[int, ...], box: Box) -> _Wanted[_Key]:
+def _chunk(key: _Tag, name: str, array: ts.TensorStore, index: tuple[int, ...], box: Box) -> _Wanted[_Tag]:
     """One chunk of an array, as an array of its own."""
     return _Wanted(key, name, array[box], ((index, (slice(None),) * len(box)),))
 

@@ -178,6 +178,39 @@ def test_a_replicated_state_is_read_from_storage_once_by_all_processes_together(
     assert max(read) <= 0.3 * state
 
 
+def test_processes_exchange_what_they_read_in_rounds_that_do_not_heed_chunks(tmp_path):
+    """Chunks that lie apart in the array, that only some processes need, that are whole arrays, empty, or of rank 0."""
+    script = """
+    import flax_rpsave.exchange
+    flax_rpsave.exchange._ROUND_NBYTES = 1000
+    rng = np.random.default_rng(0)
+    values = {
+        "columns": (rng.normal(size=(30, 24)).astype(np.float32), P(None, "data")),
+        "rows": (rng.integers(0, 99, (30, 7)).astype(np.int32), P("data")),
+        "short": (rng.normal(size=(500,)).astype(jnp.bfloat16), P()),
+        "scalar": (np.float32(3.5), P()),
+        "empty": (np.zeros((0, 3), np.float32), P()),
+    }
+    config = dict(directory=sys.argv[1], save_interval_steps=1, replica_parallel={"min_slice_bytes": 64})
+    with rps.CheckpointCallback(config) as checkpoint:
+        if sys.argv[2] == "save":
+            checkpoint(1, {name: put(np.asarray(v), spec) for name, (v, spec) in values.items()})
+        else:
+            # Rows stay apart, so that each process needs some; the others are replicated.
+            target = {
+                name: put(np.zeros_like(v), spec if name == "rows" else P()) for name, (v, spec) in values.items()
+            }
+            state, _ = checkpoint.resume(target)
+            for name, (v, _) in values.items():
+                for shard in state[name].addressable_shards:
+                    assert np.asarray(shard.data).tobytes() == np.asarray(v)[shard.index].tobytes(), name
+            say("equal")
+    """
+    run(script, 3, args=[str(tmp_path / "run"), "save"])
+    found = run(script, 2, args=[str(tmp_path / "run"), "resume"])
+    assert [result.said for result in found] == [["equal"]] * 2
+
+
 def test_each_process_gets_its_own_data_state_back(tmp_path):
     script = """
     class Data:
