@@ -56,6 +56,7 @@ class DirectFile:
 
     Attributes:
       direct: Whether writes go past the page cache: False as soon as the file system has refused that.
+      refused: Whether it has.
 
     Raises:
       OSError: It cannot be opened; as every error of a method, it names the path.
@@ -64,8 +65,9 @@ class DirectFile:
     def __init__(self, path: str, *, direct: bool = True):
         self.path = path
         self.direct = direct
+        self.refused = False
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        self._descriptor = open_direct(path, flags, self._refused) if direct else os.open(path, flags, 0o666)
+        self._descriptor = open_direct(path, flags, self._fall_back) if direct else os.open(path, flags, 0o666)
 
     def preallocate(self, nbytes: int) -> None:
         """Reserves room, where the file system can; `finish` gives back what was not written.
@@ -90,7 +92,7 @@ class DirectFile:
                     raise OSError(error.errno, error.strerror, self.path) from None
                 flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-                self._refused(error)  # after that: the other thread may look at any time
+                self._fall_back(error)  # after that: the other thread may look at any time
                 continue
             if not done:
                 raise OSError(errno.EIO, "Nothing was written", self.path)
@@ -98,9 +100,14 @@ class DirectFile:
 
     def finish(self, nbytes: int) -> None:
         """Makes what was written durable, and the file as long as that."""
+        self.truncate(nbytes)
+        with self._named():
+            os.fsync(self._descriptor)
+
+    def truncate(self, nbytes: int) -> None:
+        """Makes the file as long as that; what was written is padded to a multiple of `ALIGNMENT`."""
         with self._named():
             os.ftruncate(self._descriptor, nbytes)
-            os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Closes it."""
@@ -108,9 +115,9 @@ class DirectFile:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
 
-    def _refused(self, error: OSError) -> None:
+    def _fall_back(self, error: OSError) -> None:
         if self.direct:
-            self.direct = False
+            self.direct, self.refused = False, True
             logger.info("%s is written through the page cache: direct writes are refused (%s)", self.path, error)
 
     @contextlib.contextmanager
@@ -133,6 +140,21 @@ def open_direct(path: str, flags: int, refused: Callable[[OSError], None] = lamb
         with contextlib.suppress(FileNotFoundError):  # some file systems make the file, then refuse
             os.unlink(path)
     return os.open(path, flags, 0o666)
+
+
+def sync_file_system(descriptor: int, path: str) -> None:
+    """Makes durable all that was written to a file system, whoever wrote it.
+
+    Args:
+      descriptor: Of a file or directory there; Linux 5.8 and later report what went wrong since it was opened.
+      path: Its path.
+
+    Raises:
+      OSError: Something could not be written.
+    """
+    if _libc.syncfs(descriptor):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), path)
 
 
 def aligned_buffer(nbytes: int) -> np.ndarray:

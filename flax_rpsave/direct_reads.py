@@ -8,11 +8,12 @@ through TensorStore then learns the reason.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
@@ -47,12 +48,14 @@ class PlacedChunk:
       offset: Where its bytes begin.
       box: The part of the array that gets its values; the chunk has at least as many along each dimension.
       digest: Of the values; "" for one that is not known.
+      alone: Whether the file has nothing else, so that it need not be kept open.
     """
 
     path: str
     offset: int
     box: tuple[slice, ...]
     digest: str
+    alone: bool = False
 
 
 def can_read_directly(directory: Directory) -> bool:
@@ -113,10 +116,14 @@ class DirectReads:
             return False
 
     def _read(self, target: np.ndarray, chunk_shape: tuple[int, ...], chunk: PlacedChunk, direct: bool) -> bool:
-        """Reads a chunk a few rows at a time; not those behind the array's end."""
+        """Reads a chunk."""
         while chunk_shape[0] == 1 and len(chunk_shape) > 1:  # a row would be all of it
             target, chunk_shape = target[0], chunk_shape[1:]
-        descriptor = self._descriptor(chunk.path, direct)
+        with self._opened(chunk, direct) as descriptor:
+            return self._read_rows(descriptor, target, chunk_shape, chunk)
+
+    def _read_rows(self, descriptor: int, target: np.ndarray, chunk_shape: tuple[int, ...], chunk: PlacedChunk) -> bool:
+        """Reads a few rows at a time; not those behind the array's end."""
         row = math.prod(chunk_shape[1:]) * target.itemsize
         inner = tuple(slice(n) for n in target.shape[1:])
         hasher = xxhash.xxh3_64()
@@ -147,11 +154,24 @@ class DirectReads:
             done += got
         return buffer[offset - begin : offset - begin + nbytes]
 
-    def _descriptor(self, path: str, direct: bool) -> int:
-        key = (path, direct)
+    @contextlib.contextmanager
+    def _opened(self, chunk: PlacedChunk, direct: bool) -> Iterator[int]:
+        """A descriptor of a chunk's file; one that has more than this chunk stays open."""
+        if chunk.alone:
+            descriptor = _open(chunk.path, direct)
+            try:
+                yield descriptor
+            finally:
+                os.close(descriptor)
+            return
+        key = (chunk.path, direct)
         with self._opening:
-            if key not in self._descriptors and len(self._descriptors) >= _OPEN_FILES:
-                raise OSError(f"{path}: more than {_OPEN_FILES} files")  # TensorStore reads what is in the others
             if key not in self._descriptors:
-                self._descriptors[key] = open_direct(path, os.O_RDONLY) if direct else os.open(path, os.O_RDONLY)
-            return self._descriptors[key]
+                if len(self._descriptors) >= _OPEN_FILES:  # TensorStore reads what is in the others
+                    raise OSError(f"{chunk.path}: more than {_OPEN_FILES} files")
+                self._descriptors[key] = _open(*key)
+        yield self._descriptors[key]
+
+
+def _open(path: str, direct: bool) -> int:
+    return open_direct(path, os.O_RDONLY) if direct else os.open(path, os.O_RDONLY)

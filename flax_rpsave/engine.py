@@ -7,7 +7,7 @@ written. `TensorStoreEngine` is the one for every store and codec: each batch is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from flax_rpsave.directory import Directory
 from flax_rpsave.documents import array_digest, digest
 from flax_rpsave.planner import LeafPlan
 from flax_rpsave.snapshot import Piece
-from flax_rpsave.store import array_spec, chunk_key, database, document_key, open_database
+from flax_rpsave.store import array_document, array_spec, chunk_key, database, document_key, open_database
 
 
 @dataclass
@@ -151,3 +151,10 @@ def document_digests(plans: Sequence[LeafPlan], checksum: bool) -> dict[str, str
         )
         for plan in plans
     }
+
+
+def array_documents(plans: Sequence[LeafPlan]) -> Iterator[tuple[str, bytes]]:
+    """The arrays' documents by their keys, as TensorStore writes them without compression."""
+    for plan in plans:
+        layout = plan.layout
+        yield document_key(layout.name), array_document(layout.shape, layout.dtype, plan.chunk_shape)

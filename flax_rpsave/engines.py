@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Sequence
 
 import numpy as np
 import tensorstore as ts
 
+from flax_rpsave.blocks import Buffers, Helper, new_buffers
+from flax_rpsave.chunk_files import ChunkFilesEngine
 from flax_rpsave.config import StorageConfig
-from flax_rpsave.direct import Buffers, DirectEngine, Helper, new_buffers
+from flax_rpsave.direct import DirectEngine
 from flax_rpsave.direct_file import (
     ALIGNMENT,
     BLOCK_NBYTES,
@@ -85,16 +88,8 @@ class Engines:
         """
         if isinstance(directory, FileDirectory) and helper is not None and self._writes_directly(directory, nbytes):
             self._buffers = self._buffers or new_buffers()
-            return DirectEngine(
-                directory,
-                plans,
-                describe,
-                checksum=storage.checksum,
-                nbytes=nbytes,
-                buffers=self._buffers,
-                helper=helper,
-                on_refusal=self._refused,
-            )
+            common = (directory, plans, describe, storage.checksum, self._buffers, helper, self._refused)
+            return DirectEngine(*common, nbytes) if storage.use_ocdbt else ChunkFilesEngine(*common)
         return TensorStoreEngine(directory, plans, describe, storage, context)
 
     def _writes_directly(self, directory: FileDirectory, nbytes: int) -> bool:
@@ -110,7 +105,7 @@ class Engines:
 
 
 def _takes_files(directory: Directory, storage: StorageConfig) -> bool:
-    return isinstance(directory, FileDirectory) and storage.use_ocdbt and storage.compression is None
+    return isinstance(directory, FileDirectory) and storage.compression is None
 
 
 def _is_worth_it(directory: FileDirectory, nbytes: int) -> bool:
@@ -137,7 +132,7 @@ def _is_worth_it(directory: FileDirectory, nbytes: int) -> bool:
 
 def _probe(directory: FileDirectory, data: memoryview, direct: bool) -> float | None:
     """Seconds to write the data a few times and make it durable; None where the direct writes asked for are refused."""
-    path = str(directory.path / ".probe")
+    path = str(directory.path / f".probe-{secrets.token_hex(4)}")  # several processes may write to one directory
     begun = time.perf_counter()
     file = DirectFile(path, direct=direct)
     try:

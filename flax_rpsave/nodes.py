@@ -1,8 +1,9 @@
-"""The nodes of an OCDBT database, read one by one: which is damaged, and where each value lies."""
+"""Where values lie: the nodes of an OCDBT database, read one by one, and which is damaged; or files of their own."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,14 @@ def walk(
             damaged(place.file, error)
             continue
         yield Node(place.file, places)
+
+
+def file_of(directory: Directory, key: str) -> Place | None:
+    """Where a value lies that is a file of its own in a directory of the file system; None where it cannot be seen."""
+    try:
+        return Place(key, 0, os.stat(f"{directory}/{key}").st_size)
+    except OSError:
+        return None
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from flax_rpsave.directory import Directory
 from flax_rpsave.documents import Tree, TreeEntry
 from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError
 from flax_rpsave.exchange import Box, Chunk, Key, StoredArray, chunk_boxes
-from flax_rpsave.nodes import Place, walk
+from flax_rpsave.nodes import Place, file_of, walk
 from flax_rpsave.reading import reading
 from flax_rpsave.store import (
     OCDBT_MANIFEST,
@@ -191,7 +191,7 @@ class Stored:
 
     def place_directly(self, wanted: _Wanted[Any]) -> list[PlacedChunk] | None:
         """Where the chunks lie in files as they are in memory; None where they do not."""
-        if not wanted.chunks or not wanted.view.rank or not self._places:
+        if not wanted.chunks or not wanted.view.rank or not self._reads_directly:
             return None
         codec: Any = wanted.view.codec
         if codec.to_json().get("codecs") not in _PLAIN_CODECS:
@@ -200,22 +200,31 @@ class Stored:
         placed = []
         for index, box in wanted.chunks:
             key = chunk_key(wanted.name, index)
-            place = self._places.get(key)
+            place = self._places.get(key) if self.tree.use_ocdbt else file_of(self.item, key)
             if place is None or place.nbytes != nbytes or (self.digests is not None and key not in self.digests):
                 return None
             placed.append(
-                PlacedChunk(f"{self.item}/{place.file}", place.offset, box, (self.digests or {}).get(key, ""))
+                PlacedChunk(
+                    f"{self.item}/{place.file}",
+                    place.offset,
+                    box,
+                    (self.digests or {}).get(key, ""),
+                    alone=not self.tree.use_ocdbt,
+                )
             )
         return placed
 
     @functools.cached_property
+    def _reads_directly(self) -> bool:
+        """Whether chunks that lie in files as they are in memory are to be read from there."""
+        return self.tree.use_zarr3 and sys.byteorder == "little" and can_read_directly(self.item)
+
+    @functools.cached_property
     def _places(self) -> Mapping[str, Place | None]:
-        """Where values lie, by key; empty where they are not to be read directly."""
-        plain = self.tree.use_ocdbt and self.tree.use_zarr3 and sys.byteorder == "little"
+        """Where the database has values, by key."""
         places: dict[str, Place | None] = {}
-        if plain and can_read_directly(self.item):
-            for node in walk(self.item, self._context, lambda *_: None):  # TensorStore says what it cannot reach
-                places.update(node.places)
+        for node in walk(self.item, self._context, lambda *_: None):  # TensorStore says what it cannot reach
+            places.update(node.places)
         return places
 
     def _check_document(self, name: str, found: StoredArray) -> None:

@@ -33,8 +33,8 @@ import tensorstore as ts
 
 from flax_rpsave import commit, divergence, documents
 from flax_rpsave.agreement import Group
+from flax_rpsave.blocks import Helper
 from flax_rpsave.config import CheckpointConfig
-from flax_rpsave.direct import Helper
 from flax_rpsave.directory import Directory, explained
 from flax_rpsave.engine import Engine, Written
 from flax_rpsave.engines import Engines

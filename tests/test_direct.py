@@ -25,9 +25,10 @@ import xxhash
 
 import flax_rpsave as rps
 from flax_rpsave import direct, direct_file, engines
+from flax_rpsave.blocks import Helper, new_buffers
 from flax_rpsave.chunk_bytes import ChunkBytes
 from flax_rpsave.config import StorageConfig
-from flax_rpsave.direct import DirectEngine, Helper, new_buffers
+from flax_rpsave.direct import DirectEngine
 from flax_rpsave.direct_file import ALIGNMENT, DirectFile
 from flax_rpsave.directory import FileDirectory
 from flax_rpsave.documents import digest
@@ -101,7 +102,7 @@ def direct_engine(root, plans, *, checksum=True, nbytes=0, on_refusal=lambda: No
     helper = Helper("helper")
     try:
         engine = DirectEngine(
-            FileDirectory(root / "direct"), plans, True, checksum, nbytes, new_buffers(), helper, on_refusal
+            FileDirectory(root / "direct"), plans, True, checksum, new_buffers(), helper, on_refusal, nbytes
         )
         with contextlib.closing(engine):
             yield engine
@@ -340,7 +341,7 @@ def test_a_failure_in_one_thread_ends_the_other_that_waits_for_its_digest(tmp_pa
     monkeypatch.setattr(direct, "BLOCK_NBYTES", ALIGNMENT)
     plans = [leaf("two.blocks", (2000,), (2000,), "float32")]
     with direct_engine(tmp_path, plans) as engine:
-        engine._digesting = Announced()
+        engine._writer._digesting = Announced()
         with pytest.raises(MemoryError, match="first part"):
             engine.write(pieces_of(plans))
 

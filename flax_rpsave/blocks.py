@@ -1,0 +1,193 @@
+"""Blocks of files, which two threads fill from chunks, digest, and write past the page cache.
+
+The threads take the blocks in order: each copies what belongs into its block to a buffer of its own, aligned as direct
+writes want it, takes the digests from there, and writes. A digest has to see a chunk's bytes in order, so where a chunk
+goes on in the next block, the thread that has that one waits until this part was seen; since blocks are taken in order,
+there is always one that need not wait.
+
+The second thread is a `Helper`, which is started with the save: none could be started once the interpreter exits.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from flax_rpsave.chunk_bytes import ChunkBytes
+from flax_rpsave.direct_file import BLOCK_NBYTES, aligned_buffer
+from flax_rpsave.engine import Written
+from flax_rpsave.planner import LeafPlan
+from flax_rpsave.snapshot import Piece
+from flax_rpsave.store import chunk_key
+
+
+class Helper:
+    """A thread that runs what another one gives it. Start it where threads can be started, and end it.
+
+    Args:
+      name: The thread's.
+    """
+
+    def __init__(self, name: str):
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=name)
+        self._thread.start()
+
+    def start(self, task: Callable[[], None]) -> None:
+        """Begins with a task, which must not raise."""
+        self._tasks.put(task)
+
+    def join(self) -> None:
+        """Waits until it is done."""
+        self._done.get()
+
+    def end(self) -> None:
+        """Ends the thread, once it is done with what it was given; returns when it has ended."""
+        self._tasks.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                task()
+            finally:
+                del task  # refers to staging memory, which could then not be reused
+                self._done.put(None)
+
+
+Buffers = tuple[np.ndarray, np.ndarray]
+"""The memory that blocks go through, of each thread."""
+
+
+def new_buffers() -> Buffers:
+    """Memory for an engine; it can be used again by the next one."""
+    return aligned_buffer(BLOCK_NBYTES), aligned_buffer(BLOCK_NBYTES)
+
+
+class BlockFile(Protocol):
+    """What blocks are written to."""
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """Writes all of the data; called by either thread, in any order."""
+
+
+@dataclass(slots=True)
+class Value:
+    """A value on its way to a file.
+
+    Attributes:
+      key: Its key; None for what has no entry of its own.
+      source: Its bytes.
+      hasher: What digests the bytes; None where no digest is taken.
+      digested: How many bytes it has seen, those of zeros behind the values included.
+    """
+
+    key: str | None
+    source: ChunkBytes
+    hasher: Any = None
+    digested: int = 0
+
+
+def chunk_value(piece: Piece, plan: LeafPlan, checksum: bool, written: Written) -> tuple[str, Value]:
+    """A chunk on its way to a file, and its key; it is counted as written."""
+    key = chunk_key(plan.layout.name, piece.chunk)
+    source = ChunkBytes(piece.data, plan.chunk_shape)
+    written.nbytes += source.nbytes
+    written.digests[key] = ""
+    return key, Value(key, source, xxhash.xxh3_64() if checksum else None)
+
+
+@dataclass(slots=True)
+class Part:
+    """The bytes [begin, end) of a value, which lie at `at` in a block."""
+
+    value: Value
+    begin: int
+    end: int
+    at: int
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of a file, of `BLOCK_NBYTES` at most: where it begins, and what lies in it; zeros between the parts."""
+
+    file: BlockFile
+    offset: int
+    nbytes: int
+    parts: list[Part]
+
+
+class BlockWriter:
+    """Writes blocks.
+
+    Args:
+      digests: Gets the digests of values by key, as each is complete.
+      buffers: Memory for the blocks; nobody else uses it meanwhile.
+      helper: The second thread.
+    """
+
+    def __init__(self, digests: dict[str, str], buffers: Buffers, helper: Helper):
+        self._digests = digests
+        self._buffers = buffers
+        self._helper = helper
+        self._taking = threading.Lock()
+        self._digesting = threading.Condition()
+        self._error: BaseException | None = None
+
+    def write(self, blocks: Iterator[Block]) -> None:
+        """Writes blocks that are made one after the other, by whichever thread takes one; raises what either raised."""
+        mine, other = self._buffers
+        self._helper.start(lambda: self._work(blocks, other))
+        self._work(blocks, mine)
+        self._helper.join()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, blocks: Iterator[Block], buffer: np.ndarray) -> None:
+        """Takes blocks and writes them until there are no more, or the other thread has failed."""
+        try:
+            while self._error is None:
+                with self._taking:
+                    block = next(blocks, None)
+                if block is None:
+                    return
+                filled = 0
+                for part in block.parts:
+                    buffer[filled : part.at] = 0
+                    filled = part.at + part.end - part.begin
+                    if not self._fill(part, buffer[part.at : filled]):
+                        return
+                buffer[filled : block.nbytes] = 0
+                block.file.write(buffer[: block.nbytes].data, block.offset)
+        except BaseException as error:  # noqa: BLE001 - raised by the thread that began
+            with self._digesting:
+                self._error = self._error or error
+                self._digesting.notify_all()
+
+    def _fill(self, part: Part, out: np.ndarray) -> bool:
+        """Copies a part of a value to a buffer and takes its digest; False where the other thread has failed."""
+        value = part.value
+        if value.key is None or value.hasher is None:
+            value.source.copy(part.begin, out)
+            return True
+        if part.begin:
+            with self._digesting:
+                self._digesting.wait_for(lambda: value.digested == part.begin or self._error is not None)
+                if self._error is not None:
+                    return False
+        value.source.copy(part.begin, out)
+        value.source.digest(value.hasher, part.begin, out)
+        if part.end == value.source.nbytes:
+            self._digests[value.key] = value.hasher.hexdigest()
+        else:
+            with self._digesting:
+                value.digested = part.end
+                self._digesting.notify_all()
+        return True
