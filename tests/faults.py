@@ -16,7 +16,7 @@ import pytest
 
 import flax_rpsave.engines
 import flax_rpsave.writer
-from flax_rpsave.engines import DirectEngine, TensorStoreEngine
+from flax_rpsave.engines import ChunkFilesEngine, DirectEngine, TensorStoreEngine
 
 _PATIENCE_SECS = 30  # after which a test that waits for an event has failed
 
@@ -55,7 +55,7 @@ def waited_for(writer: flax_rpsave.writer.Writer) -> Iterator[threading.Event]:
 def engine(fault: type) -> Iterator[None]:
     """Saves go through engines with a fault: a class whose methods come before the engine's."""
     with pytest.MonkeyPatch.context() as patch:
-        for real in (DirectEngine, TensorStoreEngine):
+        for real in (ChunkFilesEngine, DirectEngine, TensorStoreEngine):
             patch.setattr(flax_rpsave.engines, real.__name__, type(real.__name__, (fault, real), {}))
         yield
 

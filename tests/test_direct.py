@@ -388,14 +388,14 @@ def test_a_save_in_several_groups_is_one_data_file(tmp_path):
 # Which engine a save gets
 
 
-def test_what_compresses_or_is_no_database_is_written_by_tensorstore(tmp_path, monkeypatch):
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_what_compresses_is_written_by_tensorstore(tmp_path, monkeypatch, use_ocdbt):
     monkeypatch.setenv("RPSAVE_ENGINE", "direct")
-    for name, storage in {"zstd": {"compression": "zstd"}, "files": {"use_ocdbt": False}}.items():
-        with run(tmp_path / name, storage=storage) as checkpoint:
-            checkpoint(1, state_at(1))
-            checkpoint.wait()
-            assert checkpoint.stats.engine == "tensorstore"
-        check(tmp_path / name, 1)
+    with run(tmp_path, storage={"compression": "zstd", "use_ocdbt": use_ocdbt}) as checkpoint:
+        checkpoint(1, state_at(1))
+        checkpoint.wait()
+        assert checkpoint.stats.engine == "tensorstore"
+    check(tmp_path, 1)
 
 
 @pytest.mark.parametrize(("direct_secs", "expected"), [(1.0, "direct"), (3.0, "tensorstore")])

@@ -73,14 +73,15 @@ def test_what_is_missing_or_cut_off_is_not_read(tmp_path):
         assert not read(np.empty_like(values), values.shape, chunk)
 
 
-@pytest.fixture(params=["several chunks", "no digests"])
+@pytest.fixture(params=["several chunks", "no digests", "files"])
 def saved(request, tmp_path, monkeypatch):
     """A checkpoint by the direct engine, and its state."""
     monkeypatch.setenv("RPSAVE_ENGINE", "direct")
     monkeypatch.setattr(direct_reads, "LARGE_NBYTES", 0)
     rng = np.random.default_rng(0)
     state = {"a": rng.random((64, 128), np.float32), "b": rng.random(5000, np.float32), "c": np.float32(3)}
-    rps.save(tmp_path / "one", state, config={"storage": {"checksum": request.param != "no digests"}})
+    storage = {"checksum": request.param != "no digests", "use_ocdbt": request.param != "files"}
+    rps.save(tmp_path / "one", state, config={"storage": storage})
     return tmp_path / "one", state
 
 

@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 FORMATS = [(use_ocdbt, compression) for use_ocdbt in (True, False) for compression in (None, "zstd", "blosc")]
-WAYS = [(True, None, "direct"), *((*form, "tensorstore") for form in FORMATS)]
+WAYS = [(True, None, "direct"), (False, None, "direct"), *((*form, "tensorstore") for form in FORMATS)]
 STEP = 3
 
 
