@@ -150,6 +150,11 @@ def _check_saveable(leaves: Sequence[Leaf], use_ocdbt: bool) -> None:
                 f"leaf {leaf.label} would lie where a document of the checkpoint does; rename its key, or use the "
                 "OCDBT format (storage.use_ocdbt: true)"
             )
+        if not use_ocdbt and leaf.is_array and any(part.endswith(".__lock") for part in leaf.name.split("/")):
+            raise UnsupportedLeafError(
+                f"leaf {leaf.label} would be a directory that TensorStore takes for a lock; rename its key, or use the "
+                "OCDBT format (storage.use_ocdbt: true)"
+            )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,6 +20,16 @@ def test_a_leaf_named_as_a_document_is_refused_where_both_would_be_files(tmp_pat
     assert rps.load(tmp_path / "ocdbt")[name].tolist() == [1, 1, 1]
 
 
+@pytest.mark.parametrize("name", ["x.__lock", "x.__lock/y"])
+def test_a_leaf_named_as_a_lock_of_tensorstore_is_refused_where_it_would_be_a_directory(tmp_path, name):
+    state = {name: jnp.ones(3)}
+    with pytest.raises(rps.UnsupportedLeafError, match=f"leaf {name} would be .*lock; rename its key"):
+        rps.save(tmp_path / "raw", state, config={"storage": {"use_ocdbt": False}})
+    assert list(tmp_path.iterdir()) == []
+    rps.save(tmp_path / "ocdbt", state)
+    assert rps.load(tmp_path / "ocdbt")[name].tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("stored", "target"),
     [

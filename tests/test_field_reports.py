@@ -292,7 +292,7 @@ SAVES = """
 import sys
 import numpy as np
 import flax_rpsave as rps
-config = {"directory": sys.argv[1], "save_interval_steps": 1, "storage": {"use_ocdbt": sys.argv[2] == "ocdbt"}}
+config = {"directory": sys.argv[1], "save_interval_steps": 1, "storage": {"use_ocdbt": "ocdbt" in sys.argv[2]}}
 with rps.CheckpointCallback(config) as checkpoint:
     checkpoint(1, {"x": np.arange(1000.0), "y": np.ones(3)})
 """
@@ -329,17 +329,25 @@ def traced(tmp_path, form, *options):
     return log.read_text().splitlines()
 
 
-@pytest.mark.parametrize("form", ["ocdbt", "files"])
+@pytest.mark.parametrize("form", ["ocdbt", "files", "files by tensorstore"])
 def test_no_lock_is_asked_of_the_file_system_and_all_is_synced_before_the_rename(
-    tmp_path, form
+    tmp_path, form, monkeypatch
 ):  # field reports 57 and 60
     """Durable in this order: every file, its directory, the step's directory; rename; the run's directory."""
-    lines = traced(tmp_path, form, "-e", "trace=flock,fcntl,fsync,fdatasync,rename,renameat,renameat2,openat")
+    monkeypatch.setenv("RPSAVE_ENGINE", "tensorstore" if "tensorstore" in form else "direct")
+    calls = "flock,fcntl,fsync,fdatasync,syncfs,rename,renameat,renameat2,openat,pwrite64"
+    lines = traced(tmp_path, form, "-e", f"trace={calls}")
     assert not [line for line in lines if re.search(r"flock\(|F_OFD_SETLK|F_SETLK", line)]
     run = str(tmp_path / "run")
     (published,) = [k for k, line in enumerate(lines) if re.search(rf'rename\w*\(.*"{run}/1"', line)]
     temporary = re.search(rf'"({run}/1\.orbax-checkpoint-tmp-\w+)"', lines[published])[1]
     synced = {m[1] for line in lines[:published] if (m := re.search(r"f(?:data)?sync\(\d+<([^>]+)>", line))}
+    if form == "files":  # all that was written before is synced by one call
+        (whole,) = [
+            k for k, line in enumerate(lines[:published]) if f"<{temporary}/default>) = 0" in line and "syncfs(" in line
+        ]
+        synced |= {m[1] for line in lines[:whole] if (m := re.search(r"pwrite64\(\d+<([^>]+)>", line))}
+        assert not [line for line in lines[whole:] if "pwrite64(" in line and f"{temporary}/default" in line]
     stored = [path.relative_to(f"{run}/1") for path in pathlib.Path(run, "1").rglob("*")]
     assert stored
     for path in stored:  # TensorStore syncs a file under another name, then renames it

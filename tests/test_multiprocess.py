@@ -98,7 +98,7 @@ say(*said)
 )
 
 
-@pytest.fixture(scope="module", params=["ocdbt", "ocdbt by tensorstore", "raw by direct", "raw by tensorstore"])
+@pytest.fixture(scope="module", params=["ocdbt", "ocdbt by tensorstore", "raw by direct"])
 def saved_by_four(request, tmp_path_factory):
     """A run's directory with three steps of four processes of two devices, its form, and the digests of all steps."""
     root = tmp_path_factory.mktemp("four") / "run"
