@@ -127,7 +127,9 @@ def parse_tree(data: bytes, where: str) -> Tree:
             keys = entry["key_metadata"]
             kind = entry["value_metadata"]["value_type"]
             path = tuple(str(k["key"]) for k in keys)
-            entries.append(TreeEntry(".".join(path), path, tuple(int(k["key_type"]) for k in keys), str(kind)))
+            name = ".".join(path)
+            name.encode()  # JSON may escape what is no text, and no store has it as a key
+            entries.append(TreeEntry(name, path, tuple(int(k["key_type"]) for k in keys), str(kind)))
         return Tree(
             tuple(entries),
             use_ocdbt=bool(document.get("use_ocdbt", True)),

@@ -118,7 +118,7 @@ class Stored:
             }
             if self.tree.all_chunks_stored:
                 spec["fill_missing_data_reads"] = False
-            with reading(f"leaf {'/'.join(entry.path)} of {self.item}"):  # a name may be no text for TensorStore
+            with reading(f"leaf {'/'.join(entry.path)} of {self.item}"):
                 pending[entry.name] = ts.open(spec, open=True, read=True, context=self._context)
         arrays = {}
         for entry in entries:

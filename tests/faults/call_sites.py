@@ -33,10 +33,12 @@ def check_restorable(root: pathlib.Path, step: int) -> None:
     assert_is_of(load_as_stock(root, step), step, exactly=False)
 
 
-def spread(count: int, wanted: int) -> list[int]:
-    """Numbers below `count`, evenly spread, the first and the last among them."""
-    wanted = min(wanted, count)
-    return sorted({round(k * (count - 1) / max(1, wanted - 1)) for k in range(wanted)})
+def chosen(calls: list[str], wanted: int) -> list[int]:
+    """Numbers of so many calls, evenly spread, and of the first of each function."""
+    count = len(calls)
+    spread = {round(k * (count - 1) / (wanted - 1)) for k in range(wanted)} if wanted < count else set(range(count))
+    functions = [call.split()[0] for call in calls]
+    return sorted(spread | {functions.index(function) for function in functions})
 
 
 def main(root: pathlib.Path, wanted: int) -> None:
@@ -45,9 +47,10 @@ def main(root: pathlib.Path, wanted: int) -> None:
         for step in (1, 2, 3):
             rig.watch(root)
             assert save(checkpoint, step) is None
-        count = len(rig.calls())  # of a clean save that deletes an older step, too
-        for number, call in enumerate(spread(count, wanted)):
-            for code in _CODES if wanted >= count else [_CODES[number % 2]]:
+        calls = rig.calls()  # of a clean save that deletes an older step, too
+        both = wanted >= len(calls)
+        for number, call in enumerate(chosen(calls, wanted)):
+            for code in _CODES if both else [_CODES[number % 2]]:
                 last = EVER if number % 4 == 3 else call  # what cleans up after a failure fails then, too
                 step += 1
                 rig.watch(root)
