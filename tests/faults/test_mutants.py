@@ -43,7 +43,6 @@ def test_whatever_is_damaged_is_an_error_of_ours_or_read_right(tmp_path, layout,
         missed = mutant["defined"] and mutant["verified"] == 0 and outcome != "right"
         if "\n" in outcome or wrong or missed:
             odd.append(mutant)
-    record_property("layout", layout)
     record_property("mutants tried", len(done))
     assert not odd, "\n".join(json.dumps(m, indent=1).replace("\\n", "\n") for m in odd[:5]) + f"\n{outcomes}"
     assert outcomes["right"], outcomes
