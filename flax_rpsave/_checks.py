@@ -79,7 +79,8 @@ def positive(*, nullable: bool = False) -> Check:
     """Accepts integers and floats above 0, NumPy's too, that can still be converted to other units."""
 
     def read(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value <= _MOST:
+        number: Any = value
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < number <= _MOST:
             raise ValueError
         return int(value) if isinstance(value, numbers.Integral) else float(value)
 

@@ -160,7 +160,8 @@ def hint_for_value(name: str, value: Any, *, nullable: bool) -> str:
             return f"it is text, as quotes and exponents like 1e4 are in YAML 1.1: write {number}"
     elif isinstance(value, float) and math.isfinite(value) and value.is_integer() and value > 0:
         return f"write {int(value)}"
-    if not isinstance(value, bool) and isinstance(value, numbers.Real) and 0 < value < math.inf:
+    real: Any = value if isinstance(value, numbers.Real) else 0
+    if not isinstance(value, bool) and 0 < real < math.inf:
         return ""  # a number that switches nothing off
     return _INSTEAD.get(name, "")
 

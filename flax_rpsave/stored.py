@@ -246,8 +246,8 @@ class Stored:
         there = sum(not key.rpartition(b"/")[2].startswith((b"zarr.json", b".z")) for key in keys)
         if there < chunks:
             raise CorruptCheckpointError(
-                f"leaf {name} of {self.item}: its document says {found.dtype.name}{list(found.shape)}, in {chunks} chunks "
-                f"of {list(found.chunk_shape)}, and {there} are there"
+                f"leaf {name} of {self.item}: its document says {found.dtype.name}{list(found.shape)}, in "
+                f"{chunks} chunks of {list(found.chunk_shape)}, and {there} are there"
             )
 
     def check_chunk(self, name: str, index: tuple[int, ...], values: np.ndarray) -> None:

@@ -23,7 +23,6 @@ import pathlib
 import random
 import resource
 import shutil
-import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ from typing import Any
 
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore as ts
 
 import flax_rpsave as rps
 from flax_rpsave import cli, documents
@@ -45,11 +43,22 @@ ROOM_NBYTES = 1 << 30  # address space for one read of a checkpoint of some kilo
 
 _DOCUMENTS = ("_METADATA", "_sharding", "_strings.json", "_CHECKPOINT_METADATA", "commit_success.txt", "process_0")
 _ODD: tuple[Any, ...] = (
-    None, True, False, -1, 0, 1, 2**31, 2**62, 2**64, -(2**63), 10**400, 0.5, 1e308, math.inf, math.nan, "", "x", "\ud800", "\0",
-    "../x", "a" * 5000, [], {}, [None], [[]], {"x": {}}, [2**40], [2**20, 2**20], [2**14, 2**14], [-1], [0], "int8", "float64",
-)  # fmt: skip
+    *(None, True, False, -1, 0, 1, 2**31, 2**62, 2**64, -(2**63), 10**400, 0.5, 1e308, math.inf, math.nan),
+    *("", "x", "\ud800", "\0", "../x", "a" * 5000, "int8", "float64"),
+    *([], {}, [None], [[]], {"x": {}}, [2**40], [2**20, 2**20], [2**14, 2**14], [-1], [0]),
+)
 _DEEP = b"[" * 100_000
-_TELLING = ("shape", "chunk_shape", "data_type", "codecs", "fill_value", "value_type", "processes", "chunks", "use_ocdbt")
+_TELLING = (
+    "shape",
+    "chunk_shape",
+    "data_type",
+    "codecs",
+    "fill_value",
+    "value_type",
+    "processes",
+    "chunks",
+    "use_ocdbt",
+)
 
 
 def tree_of(number: int) -> dict[str, Any]:
@@ -260,8 +269,10 @@ def _placed(files: dict[str, bytes], directory: pathlib.Path) -> Iterator[None]:
 
 def _same(found: Any, expected: Any) -> bool:
     if isinstance(expected, dict):
-        return isinstance(found, dict) and found.keys() == expected.keys() and all(
-            _same(found[key], expected[key]) for key in expected
+        return (
+            isinstance(found, dict)
+            and found.keys() == expected.keys()
+            and all(_same(found[key], expected[key]) for key in expected)
         )
     if isinstance(expected, list):
         return isinstance(found, list) and len(found) == len(expected) and all(map(_same, found, expected))
@@ -274,7 +285,7 @@ def _same(found: Any, expected: Any) -> bool:
 
 
 def _outcome(directory: pathlib.Path, expected: Any, with_target: bool) -> str:
-    """"right", "wrong", or the name of the error; raises every other."""
+    """ "right", "wrong", or the name of the error; raises every other."""
     try:
         found = rps.load(directory, tree_of(0)) if with_target else rps.load(directory)
     except rps.RPSaveError as error:
@@ -287,7 +298,14 @@ def _looked_at(directory: pathlib.Path) -> int:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         codes = [
             cli.main([*command, str(place)])
-            for command in (["ls"], ["ls", "--json"], ["inspect"], ["inspect", "--json"], ["verify", "--json"], ["verify"])
+            for command in (
+                ["ls"],
+                ["ls", "--json"],
+                ["inspect"],
+                ["inspect", "--json"],
+                ["verify", "--json"],
+                ["verify"],
+            )
             for place in (directory, directory.parent)
         ]
     assert set(codes) <= {0, 1, 2, 3}
@@ -333,4 +351,3 @@ def main(folder: pathlib.Path, layout: str, seed: int, first: int, count: int) -
 
 def _refuse(name: str, error: Exception) -> None:
     raise error
-

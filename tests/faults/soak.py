@@ -62,7 +62,9 @@ def table(found: dict[str, dict[str, float]]) -> list[str]:
     names = [name for name in COUNTED if any(name in row for row in found.values())]
     lines = ["| | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]
     for where in sorted(found, key=lambda name: (name.startswith("stock"), name)):
-        lines.append(f"| {where} | " + " | ".join(f"{found[where][n]:g}" if n in found[where] else "" for n in names) + " |")
+        lines.append(
+            f"| {where} | " + " | ".join(f"{found[where][n]:g}" if n in found[where] else "" for n in names) + " |"
+        )
     return lines
 
 
@@ -85,14 +87,18 @@ def main() -> int:
         if not file.exists():
             return code or 1
         found, ended = figures(ElementTree.parse(file).getroot())
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "orbax-checkpoint", "tensorstore"))
+    versions = f"Python {sys.version.split()[0]}, " + ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("jax", "orbax-checkpoint", "tensorstore")
+    )
+    took = f"{(time.monotonic() - begun) / 60:.0f} minutes"
     summary = [
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, commit {commit()}, Python {sys.version.split()[0]}, {versions}, "
-        f"seed {options.seed}, {(time.monotonic() - begun) / 60:.0f} minutes:",
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, commit {commit()}, {versions}, seed {options.seed}, {took}:",
         "",
         *table(found),
         "",
-        ", ".join(f"{name}: {ended[name]}" for name in ("tests", "failed", "skipped", "wrong values", "hangs or crashes"))
+        ", ".join(
+            f"{name}: {ended[name]}" for name in ("tests", "failed", "skipped", "wrong values", "hangs or crashes")
+        )
         + ".",
     ]
     print("\n".join(["", *summary]))

@@ -3,9 +3,9 @@
 import json
 import re
 
-import faults
 import pytest
 
+import faults
 from tests.faults import rig
 from tests.faults.sizes import SIZES
 
@@ -13,7 +13,12 @@ from tests.faults.sizes import SIZES
 @pytest.mark.timeout(300 + SIZES.calls)
 def test_whatever_call_fails_the_step_before_is_whole_and_the_next_save_works(tmp_path, each_engine, record_property):
     done = faults.run_python(
-        "import pathlib, sys; from tests.faults.call_sites import main; main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))",
+        """
+        import pathlib, sys
+        from tests.faults.call_sites import main
+
+        main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
+        """,
         tmp_path / "run",
         SIZES.calls,
         timeout=240 + SIZES.calls,

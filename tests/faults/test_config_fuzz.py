@@ -24,10 +24,11 @@ BLOCKS = {
     "storage": ["use_ocdbt", "compression", "checksum"],
 }  # fmt: skip
 WORDS = [
-    "auto", "never", "required", "raise", "log", "min", "max", "zstd", "blosc", "warn", "fail", "SIGTERM", "SIGKILL", "TERM",
-    "true", "None", "1e4", "010", "1:30", "~", "~nobody/x", "$HOME/x", "${NOT_SET}/x", "gs://b/x", "s3:/b", "hdfs://h", "/a\0b",
-    "~a\0b", "\ud800", "0x" + "f" * 5000, "9" * 5000, ".inf", "-.inf", ".nan", "1970-01-01", "<<", "=", "!!int x", "&a", "*a",
-]  # fmt: skip
+    *("auto", "never", "required", "raise", "log", "min", "max", "zstd", "blosc", "warn", "fail"),
+    *("SIGTERM", "SIGKILL", "TERM", "true", "None", "1e4", "010", "1:30"),
+    *("~", "~nobody/x", "$HOME/x", "${NOT_SET}/x", "gs://b/x", "s3:/b", "hdfs://h", "/a\0b", "~a\0b", "\ud800"),
+    *("0x" + "f" * 5000, "9" * 5000, ".inf", "-.inf", ".nan", "1970-01-01", "<<", "=", "!!int x", "&a", "*a"),
+]
 
 
 def scalars():
@@ -36,8 +37,8 @@ def scalars():
         st.floats(),
         st.sampled_from([0, -1, 2**63, 10**400, -(10**400), 1e308, 5e-324]),
     )
-    return st.one_of(st.none(), st.booleans(), numbers, st.sampled_from(WORDS), st.text(max_size=30), st.binary(max_size=9),
-                     st.dates())  # fmt: skip
+    texts = st.one_of(st.sampled_from(WORDS), st.text(max_size=30), st.binary(max_size=9))
+    return st.one_of(st.none(), st.booleans(), numbers, texts, st.dates())
 
 
 def keys(block):
@@ -63,7 +64,6 @@ def outcome(make):
     try:
         return make()
     except rps.ConfigError as error:
-        assert str(error)
         return error
 
 

@@ -3,9 +3,9 @@
 import pathlib
 import re
 
-import faults
 import pytest
 
+import faults
 import flax_rpsave as rps
 from tests.faults.runs import assert_is_of, state_at
 

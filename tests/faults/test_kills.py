@@ -5,10 +5,10 @@ import random
 import re
 import subprocess
 
-import faults
 import orbax.checkpoint as ocp
 import pytest
 
+import faults
 import flax_rpsave as rps
 from tests.faults.runs import assert_is_of, load_as_stock, state_at
 from tests.faults.sizes import SEED, SIZES

@@ -4,9 +4,9 @@ import collections
 import json
 import subprocess
 
-import faults
 import pytest
 
+import faults
 from tests.faults import mutants
 from tests.faults.sizes import SEED, SIZES
 
