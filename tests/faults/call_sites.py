@@ -1,7 +1,5 @@
 """Saves in which one call to the file system fails, each another; to be run with the rig.
 
-    python -m tests.faults.call_sites DIRECTORY CALLS
-
 Checks each outcome itself, and prints a JSON line of it.
 """
 
@@ -9,7 +7,6 @@ import errno
 import json
 import os
 import pathlib
-import sys
 
 import flax_rpsave as rps
 from tests.faults.rig import EVER, Rig
@@ -75,7 +72,3 @@ def main(root: pathlib.Path, wanted: int) -> None:
                 step += 1
                 assert save(checkpoint, step) is None, where
                 check_restorable(root, step)
-
-
-if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,5 +1,6 @@
 """File systems that are full, read-only or slow, and directories that vanish or are shared, under a running loop."""
 
+import errno
 import re
 import shutil
 
@@ -7,6 +8,7 @@ import pytest
 
 import faults
 import flax_rpsave as rps
+from flax_rpsave.directory import FileDirectory
 from tests.faults import rig
 from tests.faults.runs import assert_is_of, config, load_as_stock, state_at
 
@@ -105,6 +107,29 @@ def test_a_directory_that_is_deleted_under_the_run_is_made_again(tmp_path, when)
         assert checkpoint(3, state_at(3))
         checkpoint.wait()
         check(root, [3])
+
+
+def test_a_step_whose_name_cannot_be_made_durable_is_not_there_and_can_be_saved_again(tmp_path, monkeypatch):
+    root = tmp_path / "run"
+    sync = FileDirectory.sync
+
+    def failing(directory):
+        if directory.path == root and (root / "2").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        sync(directory)
+
+    with rps.CheckpointCallback(config(root)) as checkpoint:
+        checkpoint(1, state_at(1))
+        checkpoint.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(FileDirectory, "sync", failing)
+            checkpoint(2, state_at(2))
+            with pytest.raises(rps.SaveError, match=rf"step 2 was not saved to {root}/2: .*Input/output error"):
+                checkpoint.wait()
+        check(root, [1])
+        assert checkpoint(2, state_at(2))
+        checkpoint.wait()
+        check(root, [1, 2])
 
 
 @pytest.mark.usefixtures("each_engine")
