@@ -26,6 +26,7 @@ from flax_rpsave.reading import reading
 from flax_rpsave.store import (
     OCDBT_MANIFEST,
     chunk_key,
+    count_chunks,
     data_key,
     document_key,
     index_key,
@@ -238,16 +239,11 @@ class Stored:
     def _check_extent(self, name: str, found: StoredArray) -> None:
         """Compares a shape with the number of chunks, where memory or time would end before a missing one is found."""
         chunks = math.prod(-(-n // max(1, c)) for n, c in zip(found.shape, found.chunk_shape, strict=True))
-        nbytes = math.prod(found.shape) * found.dtype.itemsize
-        if chunks <= _MANY_CHUNKS and nbytes <= _IN_FLIGHT_NBYTES:
+        if chunks <= _MANY_CHUNKS and math.prod(found.shape) * found.dtype.itemsize <= _IN_FLIGHT_NBYTES:
             return
-        prefix = f"{name}/" if name else ""
-        keys = self._database.list(ts.KvStore.KeyRange(prefix, f"{prefix}\x7f")).result()
-        there = sum(not key.rpartition(b"/")[2].startswith((b"zarr.json", b".z")) for key in keys)
-        if there < chunks:
+        if (there := count_chunks(self._database, name)) < chunks:
             raise CorruptCheckpointError(
-                f"leaf {name} of {self.item}: its document says {found.dtype.name}{list(found.shape)}, in "
-                f"{chunks} chunks of {list(found.chunk_shape)}, and {there} are there"
+                f"leaf {name} of {self.item}: its document says {list(found.shape)} in {chunks} chunks, {there} are there"
             )
 
     def check_chunk(self, name: str, index: tuple[int, ...], values: np.ndarray) -> None:
@@ -296,10 +292,8 @@ class _Values:
         try:
             self._values = host_memory.empty(shape, dtype)
         except MemoryError as error:
-            raise StorageError(
-                f"leaf {wanted.name} of {stored.item}: there is no memory for {dtype.name}{list(shape)}, "
-                f"{math.prod(shape) * dtype.itemsize / 1e9:.3g} GB"
-            ) from error
+            what = f"{dtype.name}{list(shape)}"
+            raise StorageError(f"leaf {wanted.name} of {stored.item}: there is no memory for {what}") from error
         self.nbytes = self._values.nbytes
         self._direct: list[Future[bool]] = []
         self._future: Any = None

@@ -55,13 +55,17 @@ def with_own(**keys):
     return lambda document: {**document, "custom_metadata": {"flax_rpsave": keys}}
 
 
+def replaced(old, new):
+    return lambda document: json.loads(json.dumps(document).replace(old, new))
+
+
 @pytest.mark.parametrize(
     ("file", "change"),
     [
         ("_CHECKPOINT_METADATA", with_own(processes="x")),
         ("_CHECKPOINT_METADATA", with_own(processes=0.5)),
         ("_CHECKPOINT_METADATA", with_own(versions=[])),
-        ("_METADATA", lambda document: json.loads(json.dumps(document).replace('"count"', '"\\ud800"'))),
+        ("_METADATA", replaced('"count"', '"\\ud800"')),
         (
             "_METADATA",
             lambda document: json.loads(json.dumps(document).replace('"key_type": 2', '"key_type": Infinity')),

@@ -127,7 +127,7 @@ def test_a_step_whose_name_cannot_be_made_durable_is_not_there_and_can_be_saved_
             with pytest.raises(rps.SaveError, match=rf"step 2 was not saved to {root}/2: .*Input/output error"):
                 checkpoint.wait()
         check(root, [1])
-        assert checkpoint(2, state_at(2))
+        assert checkpoint(2, state_at(2), force=True)
         checkpoint.wait()
         check(root, [1, 2])
 
