@@ -5,7 +5,6 @@ and collects every problem before one `ConfigError` reports them.
 """
 
 import dataclasses
-import math
 import numbers
 import os
 import re
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from flax_rpsave import _foreign
+from flax_rpsave._foreign import shown
 from flax_rpsave.errors import ConfigError
 
 Problem = tuple[str, str]
@@ -47,7 +47,10 @@ class Check:
         except ValueError as error:
             hint = str(error) or _foreign.hint_for_value(_last(key), value, nullable=self.nullable)
             must = f"null or {self.must}" if self.nullable else self.must
-            raise InvalidError([(key, f"must be {must}, got {value!r}" + (f": {hint}" if hint else ""))]) from None
+            raise InvalidError([(key, f"must be {must}, got {shown(value)}" + (f": {hint}" if hint else ""))]) from None
+
+
+_MOST = 10**9  # seconds or GB; the runtime takes milliseconds in 64 bits
 
 
 def boolean() -> Check:
@@ -73,17 +76,15 @@ def integer(minimum: int, *, nullable: bool = False) -> Check:
 
 
 def positive(*, nullable: bool = False) -> Check:
-    """Accepts finite integers and floats above 0, NumPy's too."""
+    """Accepts integers and floats above 0, NumPy's too, that can still be converted to other units."""
 
     def read(value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        number: Any = value
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < number <= _MOST:
             raise ValueError
-        number = int(value) if isinstance(value, numbers.Integral) else float(value)
-        if not 0 < number < math.inf:
-            raise ValueError
-        return number
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
 
-    return Check("a finite number above 0", read, nullable)
+    return Check(f"a finite number of at most {_MOST:,} and above 0", read, nullable)
 
 
 def one_of(*choices: str, nullable: bool = False) -> Check:
@@ -139,7 +140,7 @@ def signal_names() -> Check:
         if isinstance(name, str) and name in _NOT_CATCHABLE:
             raise ValueError(f"{name} cannot be caught by a program; SIGTERM is what schedulers send first")
         if not isinstance(name, str) or name not in _CATCHABLE:
-            raise ValueError(f"{value!r} is not a signal's name; {_foreign.signal_meant(value, _CATCHABLE)}")
+            raise ValueError(f"{shown(value)} is not a signal's name; {_foreign.signal_meant(value, _CATCHABLE)}")
         return name
 
     return Check("a list of names of signals", read)
@@ -212,7 +213,7 @@ class Nested:
         if isinstance(value, Mapping):
             return self.block(**checked(self.block, value, key))
         hint = _foreign.hint_for_value(_last(key), value, nullable=self.nullable)
-        raise InvalidError([(key, f"must be {'null or ' * self.nullable}a mapping, got {value!r}: {hint}")])
+        raise InvalidError([(key, f"must be {'null or ' * self.nullable}a mapping, got {shown(value)}: {hint}")])
 
 
 def setting(check: Check | Nested, *default: object) -> Any:
@@ -252,7 +253,7 @@ def checked(block: type[Block], values: Mapping[Any, object], prefix: str) -> di
     result: dict[str, Any] = {}
     problems: list[Problem] = []
     for name, value in values.items():
-        key = f"{prefix}.{name}"
+        key = f"{prefix}.{name if isinstance(name, str) else shown(name)}"
         if name not in fields:
             problems.append((key, _foreign.unknown_key(name, _inside(block), _keys())))
             continue

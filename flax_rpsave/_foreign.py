@@ -8,6 +8,7 @@ import difflib
 import math
 import numbers
 import re
+import reprlib
 import signal
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -124,9 +125,29 @@ _MEANT_VALUES: dict[tuple[str, str], str] = {
 }
 
 
+class _Shortened(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxdict = self.maxlist = self.maxtuple = 20
+        self.maxstring = self.maxother = 300
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Python gives no more than 4300 digits."""
+        return repr(x) if x.bit_length() <= 1024 else f"{'-' * (x < 0)}2^{x.bit_length() - 1} or more"
+
+
+def shown(value: object) -> str:
+    """The value as in Python, shortened: with aliases, a few lines of YAML are more than all memory holds."""
+    return _shortened.repr(value)
+
+
+_shortened = _Shortened()
+
+
 def hint_for_value(name: str, value: Any, *, nullable: bool) -> str:
     """What to write for key `name` instead of the refused `value`; empty where nothing is known."""
-    text = value.strip().lower() if isinstance(value, str) else repr(value).lower()
+    text = value.strip().lower() if isinstance(value, str) else shown(value).lower()
     if meant := _MEANT_VALUES.get((name, text)):
         return meant
     if text in ("none", "null", "nil", "~", "", "no", "off", "false") and nullable:
@@ -139,7 +160,8 @@ def hint_for_value(name: str, value: Any, *, nullable: bool) -> str:
             return f"it is text, as quotes and exponents like 1e4 are in YAML 1.1: write {number}"
     elif isinstance(value, float) and math.isfinite(value) and value.is_integer() and value > 0:
         return f"write {int(value)}"
-    if not isinstance(value, bool) and isinstance(value, numbers.Real) and 0 < float(value) < math.inf:
+    real: Any = value if isinstance(value, numbers.Real) else 0
+    if not isinstance(value, bool) and 0 < real < math.inf:
         return ""  # a number that switches nothing off
     return _INSTEAD.get(name, "")
 
@@ -166,7 +188,7 @@ def signal_meant(value: object, names: Collection[str]) -> str:
     """Which of `names` stands for the same signal as `value`: a number, `TERM`, `sigterm`."""
     if isinstance(value, int) and not isinstance(value, bool) and value in set(signal.Signals):
         return f"did you mean {signal.Signals(value).name}?"
-    text = str(value).upper()
+    text = (value if isinstance(value, str) else shown(value)).upper()
     text = text if text.startswith("SIG") else f"SIG{text}"
     near = [text] if text in names else difflib.get_close_matches(text, names, n=1)
     return f"did you mean {near[0]}?" if near else "SIGTERM is one"

@@ -42,7 +42,7 @@ def read_section(path: str | os.PathLike[str], section: str) -> Section:
                 root = loader.get_single_node()
                 node, line = _find(root, section, file)
                 result = Section(value=None, lines={section: line})
-                for key, problem in _inspect(node, section, result.lines, frozenset()):
+                for key, problem in _inspect(node, section, result.lines, set()):
                     result.problems.append((key, problem))
                 result.value = loader.construct_document(node)
             finally:
@@ -54,6 +54,8 @@ def read_section(path: str | os.PathLike[str], section: str) -> Section:
         raise ConfigError(f"{file}:{mark.line + 1 if mark else '?'}: not valid YAML: {error.problem}") from error
     except ConfigError:
         raise
+    except RecursionError as error:
+        raise ConfigError(f"{file}: is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that its own pattern lets through
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     return result
@@ -82,27 +84,28 @@ def _find(root: yaml.Node | None, section: str, file: str) -> tuple[yaml.Node, i
     return value, _line(key)
 
 
-def _inspect(node: yaml.Node, name: str, lines: dict[str, int], parents: frozenset[int]) -> Iterator[tuple[str, str]]:
+def _inspect(node: yaml.Node, name: str, lines: dict[str, int], seen: set[int]) -> Iterator[tuple[str, str]]:
     """Yields the problems of the text below `node` and enters the lines of its keys into `lines`."""
-    if id(node) in parents:  # an alias to an ancestor
-        return
-    parents |= {id(node)}
+    if isinstance(node, yaml.CollectionNode):
+        if id(node) in seen:  # an alias: aliases of aliases would be endless, or as good as that
+            return
+        seen.add(id(node))
     if isinstance(node, yaml.MappingNode):
         own: dict[str, int] = {}
         for key, value in node.value:
             if key.tag == "tag:yaml.org,2002:merge":
                 merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
                 for mapping in merged:
-                    yield from _inspect(mapping, name, lines, parents)
+                    yield from _inspect(mapping, name, lines, seen)
                 continue
             dotted = f"{name}.{key.value}"
             if dotted in own:
                 yield dotted, _TWICE.format(own[dotted])
             own[dotted] = lines[dotted] = _line(key)
-            yield from _inspect(value, dotted, lines, parents)
+            yield from _inspect(value, dotted, lines, seen)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            yield from _inspect(item, name, lines, parents)
+            yield from _inspect(item, name, lines, seen)
     elif isinstance(node, yaml.ScalarNode):
         trap = _number_trap(node)
         if trap:

@@ -27,6 +27,7 @@ from flax_rpsave._checks import (
     text,
     worded,
 )
+from flax_rpsave._foreign import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,5 +184,5 @@ def _section_values(cls: type[CheckpointConfig], value: object, section: str) ->
     if value is None:
         raise InvalidError([(section, "is empty; it must hold at least `directory`")])
     if not isinstance(value, Mapping):
-        raise InvalidError([(section, f"must be a mapping, got {value!r}")])
+        raise InvalidError([(section, f"must be a mapping, got {shown(value)}")])
     return checked(cls, value, section)

@@ -189,7 +189,11 @@ class FileDirectory(Directory):
         if other.exists():
             raise FileExistsError(f"{other} exists")
         os.rename(self.path, other.path)
-        other.parent.sync()
+        try:
+            other.parent.sync()
+        except OSError:  # whoever is told that it failed must not find it there
+            os.rename(other.path, self.path)
+            raise
 
     def delete(self) -> None:  # noqa: D102
         while self.exists():  # a file that vanishes meanwhile ends rmtree: go on with the rest

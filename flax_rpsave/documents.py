@@ -127,7 +127,9 @@ def parse_tree(data: bytes, where: str) -> Tree:
             keys = entry["key_metadata"]
             kind = entry["value_metadata"]["value_type"]
             path = tuple(str(k["key"]) for k in keys)
-            entries.append(TreeEntry(".".join(path), path, tuple(int(k["key_type"]) for k in keys), str(kind)))
+            name = ".".join(path)
+            name.encode()  # JSON may escape what is no text, and no store has it as a key
+            entries.append(TreeEntry(name, path, tuple(int(k["key_type"]) for k in keys), str(kind)))
         return Tree(
             tuple(entries),
             use_ocdbt=bool(document.get("use_ocdbt", True)),
@@ -258,10 +260,15 @@ def parse_checkpoint(data: bytes, where: str) -> dict[str, Any]:
     """Parses `_CHECKPOINT_METADATA`."""
     with _parsing(where):
         document = json.loads(data)
+        own = dict((document.get("custom_metadata") or {}).get("flax_rpsave") or {})
+        for name, kind in (("processes", int), ("versions", dict)):
+            if not isinstance(own.get(name, kind()), kind):
+                raise TypeError(f"{name}: {own[name]!r}")
+        committed = document.get("commit_timestamp_nsecs")
         return {
             "metrics": dict(document.get("metrics") or {}),
-            "committed_ns": document.get("commit_timestamp_nsecs"),
-            "own": dict((document.get("custom_metadata") or {}).get("flax_rpsave") or {}),
+            "committed_ns": committed if isinstance(committed, int) and 0 <= committed < 2**63 else None,
+            "own": own,
         }
 
 
@@ -344,7 +351,7 @@ def _parsing(where: str) -> Iterator[None]:
     """Turns what goes wrong in parsing a document into a `CorruptCheckpointError` that names it."""
     try:
         yield
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(f"{where} is not a document of a checkpoint: {error!r}") from error
 
 

@@ -2,7 +2,8 @@
 
 Alone, a process installs handlers that only note the signal; a handler that stood there before is called too, and
 is put back by `close`. Where it cannot be (another watch was made after this one and still stands, or `close` runs in
-another thread), this one stays and passes signals on.
+another thread), this one stays and passes signals on. A forked child has the handlers, too, but watches for nothing: a
+data loader's worker ends when it is told to.
 
 Where `jax.distributed` runs, its preemption service catches SIGTERM in whichever process gets it, and agrees on a call
 that all processes have yet to reach: there it is polled at every call, by the number of the call (it compares for
@@ -36,6 +37,7 @@ class PreemptionWatch:
 
     def __init__(self, signals: Sequence[str] | None):
         self.reason: str | None = None
+        self._process = os.getpid()
         self._before: dict[int, Any] = {}
         self._closed = False
         self._calls = itertools.count(1)
@@ -64,9 +66,9 @@ class PreemptionWatch:
 
     def _note(self, number: int, frame: Any) -> None:
         before = self._before.get(number)
-        if not self._closed:
+        if not self._closed and os.getpid() == self._process:
             self.reason = signal.Signals(number).name
-        elif before in (signal.SIG_DFL, None):  # nobody watches any more: the program ends, as it would without us
+        elif before in (signal.SIG_DFL, None):  # nobody watches (any more): the program ends, as it would without us
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if callable(before):

@@ -149,6 +149,13 @@ def chunk_key(name: str, index: tuple[int, ...]) -> str:
     return "/".join([*([name] if name else []), "c", *map(str, index)])
 
 
+def count_chunks(store: ts.KvStore, name: str) -> int:
+    """How many chunks of an array lie in a key-value store."""
+    prefix = f"{name}/" if name else ""
+    keys = store.list(ts.KvStore.KeyRange(prefix, f"{prefix}\x7f")).result()
+    return sum(not key.rpartition(b"/")[2].startswith((b"zarr.json", b".z")) for key in keys)
+
+
 def document_key(name: str) -> str:
     """The key of a zarr3 array's document."""
     return "/".join([*([name] if name else []), "zarr.json"])

@@ -19,13 +19,14 @@ from flax_rpsave import documents, host_memory
 from flax_rpsave.direct_reads import DirectReads, PlacedChunk, can_read_directly
 from flax_rpsave.directory import Directory
 from flax_rpsave.documents import Tree, TreeEntry
-from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError
+from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError, StorageError
 from flax_rpsave.exchange import Box, Chunk, Key, StoredArray, chunk_boxes
 from flax_rpsave.nodes import Place, file_of, walk
 from flax_rpsave.reading import reading
 from flax_rpsave.store import (
     OCDBT_MANIFEST,
     chunk_key,
+    count_chunks,
     data_key,
     document_key,
     index_key,
@@ -36,6 +37,7 @@ from flax_rpsave.store import (
 
 _Tag = TypeVar("_Tag")
 _IN_FLIGHT_NBYTES = 512 << 20
+_MANY_CHUNKS = 1 << 16
 _PLAIN_CODECS = ([{"name": "bytes", "configuration": {"endian": "little"}}], [{"name": "bytes"}])
 """Of arrays whose chunks lie in storage as in the memory of a little-endian machine."""
 
@@ -117,12 +119,13 @@ class Stored:
             }
             if self.tree.all_chunks_stored:
                 spec["fill_missing_data_reads"] = False
-            pending[entry.name] = ts.open(spec, open=True, read=True, context=self._context)
+            with reading(f"leaf {'/'.join(entry.path)} of {self.item}"):
+                pending[entry.name] = ts.open(spec, open=True, read=True, context=self._context)
         arrays = {}
         for entry in entries:
             with reading(f"leaf {'/'.join(entry.path)} of {self.item}"):
                 arrays[entry.name] = pending[entry.name].result()
-            self._check_document(entry.name, describe(arrays[entry.name]))
+                self._check_document(entry.name, describe(arrays[entry.name]))
         return arrays
 
     def read(self, arrays: Mapping[str, ts.TensorStore]) -> Iterator[tuple[str, np.ndarray]]:
@@ -228,8 +231,10 @@ class Stored:
         return places
 
     def _check_document(self, name: str, found: StoredArray) -> None:
-        """Compares what an array's document says with its digest."""
+        """Compares what an array's document says with its digest; where there is none, with the chunks there are."""
         if self.digests is None:
+            if self.tree.all_chunks_stored:
+                self._check_extent(name, found)
             return
         expected = self.digests.get(document_key(name))
         if expected is None:
@@ -238,6 +243,16 @@ class Stored:
             raise CorruptCheckpointError(
                 f"leaf {name} of {self.item}: its document was changed after it was written; it now says "
                 f"{found.dtype.name}{list(found.shape)}"
+            )
+
+    def _check_extent(self, name: str, found: StoredArray) -> None:
+        """Compares a shape with the number of chunks, where memory or time would end before a missing one is found."""
+        chunks = math.prod(-(-n // max(1, c)) for n, c in zip(found.shape, found.chunk_shape, strict=True))
+        if chunks <= _MANY_CHUNKS and math.prod(found.shape) * found.dtype.itemsize <= _IN_FLIGHT_NBYTES:
+            return
+        if (there := count_chunks(self._database, name)) < chunks:
+            raise CorruptCheckpointError(
+                f"leaf {name} of {self.item}: its document says {list(found.shape)} in {chunks} chunks, {there} are there"
             )
 
     def check_chunk(self, name: str, index: tuple[int, ...], values: np.ndarray) -> None:
@@ -282,7 +297,12 @@ class _Values:
     def __init__(self, stored: Stored, wanted: _Wanted[Any], reads: DirectReads | None):
         self._stored = stored
         self._wanted = wanted
-        self._values = host_memory.empty(wanted.view.shape, wanted.view.dtype.numpy_dtype)
+        shape, dtype = wanted.view.shape, wanted.view.dtype.numpy_dtype
+        try:
+            self._values = host_memory.empty(shape, dtype)
+        except MemoryError as error:
+            what = f"{dtype.name}{list(shape)}"
+            raise StorageError(f"leaf {wanted.name} of {stored.item}: there is no memory for {what}") from error
         self.nbytes = self._values.nbytes
         self._direct: list[Future[bool]] = []
         self._future: Any = None

@@ -552,65 +552,6 @@ def test_a_background_write_that_fails_leaves_earlier_steps_and_the_next_save_wo
 
 
 @pytest.mark.usefixtures("each_engine")
-def test_a_full_disk_fails_the_save_and_room_lets_the_next_one_work_report_58(finished_run, tmp_path):
-    place = tmp_path / "disk"
-    big = {"x": jnp.arange(1 << 20, dtype=jnp.int32)}  # 4 MiB
-    with faults.mounted(place, "size=3m"):
-        shutil.copytree(finished_run, place / "run")
-        with rps.CheckpointCallback(config(place / "run")) as checkpoint:
-            checkpoint.resume(state_at(0))
-            with nothing_changes(place / "run"):
-                assert checkpoint(30, big)
-                with pytest.raises(rps.SaveError, match=rf"step 30 was not saved to {place}/run/30: .*No space left"):
-                    checkpoint.wait()
-            faults.remount(place, "size=32m")
-            assert checkpoint(40, big)
-            checkpoint.wait()
-            assert checkpoint.all_steps() == [10, 20, 40]
-            np.testing.assert_array_equal(rps.load(place / "run", step=40)["x"], big["x"])
-
-
-def test_a_disk_full_of_an_interrupted_save_has_room_for_the_next_report_32(tmp_path):
-    place = tmp_path / "disk"
-    big = {"x": jnp.arange(1 << 20, dtype=jnp.int32)}  # 4 MiB
-    with faults.mounted(place, "size=7m"):
-        leftover = place / "run" / "10.orbax-checkpoint-tmp-deadbeef"
-        leftover.mkdir(parents=True)
-        (leftover / "data").write_bytes(bytes(5 << 20))
-        with rps.CheckpointCallback(config(place / "run")) as checkpoint:
-            assert checkpoint.resume(big)[1] == 0
-            assert leftover.exists()
-            assert checkpoint(10, big)
-        assert [path.name for path in (place / "run").iterdir()] == ["10"]
-
-
-@pytest.mark.usefixtures("each_engine")
-def test_a_file_system_that_becomes_read_only_fails_the_save_and_not_the_run_report_58(finished_run, tmp_path):
-    place = tmp_path / "disk"
-    with faults.mounted(place, "size=8m"):
-        shutil.copytree(finished_run, place / "run")
-        with rps.CheckpointCallback(config(place / "run", on_error="log")) as checkpoint:
-            checkpoint.resume(state_at(0))
-            faults.remount(place, "ro")
-            with nothing_changes(place / "run"):
-                assert checkpoint(30, state_at(30))
-                checkpoint.wait()
-            faults.remount(place, "rw")
-            assert checkpoint(40, state_at(40))
-            checkpoint.wait()
-            assert checkpoint.all_steps() == [10, 20, 40]
-
-
-def test_a_directory_that_is_deleted_under_the_run_is_made_again(run):
-    with rps.CheckpointCallback(config(run)) as checkpoint:
-        checkpoint.resume(state_at(0))
-        shutil.rmtree(run)
-        assert checkpoint(30, state_at(30))
-        checkpoint.wait()
-        assert checkpoint.all_steps() == [30]
-
-
-@pytest.mark.usefixtures("each_engine")
 def test_a_save_that_begins_while_the_interpreter_exits_works_or_says_so(tmp_path):
     done = faults.run_python(
         """

@@ -290,7 +290,7 @@ BAD_VALUES = [
     ("commit_timeout_secs", "1e3", "write 1000"),
     ("commit_timeout_secs", "2.5", "write 2.5"),
     ("commit_timeout_secs", True, "got True"),
-    ("commit_timeout_secs", None, "a finite number above 0, got None"),
+    ("commit_timeout_secs", None, "a finite number of at most 1,000,000,000 and above 0, got None"),
     ("preemption_signals", "SIGTERM", "write [SIGTERM]"),
     ("preemption_signals", None, "[] names none"),
     ("preemption_signals", ["SIGKILL"], "SIGKILL cannot be caught"),

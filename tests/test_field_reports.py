@@ -74,24 +74,6 @@ def test_leaves_that_divide_by_nothing_are_stored_once_and_come_back(tmp_path): 
         assert (written == 1).all()
 
 
-def test_memory_does_not_grow_by_a_state_a_save(
-    tmp_path,
-):  # field report 5: on accelerators the trend is the same code's
-    state = {"w": on_all_devices(np.ones((256, 1024), np.float32)), "b": np.ones(1 << 18, np.float32)}
-    nbytes = 2 * (1 << 20)
-
-    def resident():
-        return int(pathlib.Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-    with rps.CheckpointCallback(config(tmp_path, save_interval_steps=1, max_to_keep=1)) as checkpoint:
-        for step in range(1, 41):
-            checkpoint(step, state)
-            checkpoint.wait()
-            if step == 10:
-                before = resident()
-    assert resident() - before < 30 * nbytes / 4  # a quarter of a state a save would be a leak of some buffer
-
-
 def test_jax_internals_are_used_in_one_module_only():  # field report 7: the oldest and newest JAX are CI's
     private = re.compile(r"^\s*(?:from|import)\s+(?:jax|orbax\.checkpoint|flax|tensorstore)\.(?:\w+\.)*_", re.MULTILINE)
     found = [path.name for path in (ROOT / "flax_rpsave").glob("*.py") if private.search(path.read_text())]
@@ -218,32 +200,6 @@ def test_directories_may_be_made_by_all_at_once(tmp_path):  # field report 44
         thread.join()
     assert not errors
     assert len(names(tmp_path / "a" / "b" / "c" / "d")) == 8
-
-
-def test_a_child_forked_during_a_save_leaves_it_alone(tmp_path):  # field report 46
-    done = faults.run_python(
-        """
-        import os, sys, warnings
-        warnings.simplefilter("ignore", RuntimeWarning)  # JAX's, of the fork that this program asks for
-        import numpy as np
-        import faults
-        import flax_rpsave as rps
-
-        with faults.gated_writer() as gate, rps.CheckpointCallback({"directory": sys.argv[1]}) as checkpoint:
-            checkpoint(1, {"x": np.ones(3)}, force=True)
-            gate.wait_reached()
-            if (child := os.fork()) == 0:
-                sys.stdout.flush()
-                os._exit(7)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-            gate.open()
-        print(checkpoint.all_steps())
-        """,
-        tmp_path,
-    )
-    assert (done.returncode, done.stdout) == (0, "[1]\n"), done.stderr
-    sources = "".join(path.read_text() for path in (ROOT / "flax_rpsave").glob("*.py"))
-    assert not re.search(r"os\.fork|multiprocessing|subprocess", sources)  # nor does it fork itself
 
 
 # 8 Memory and time
@@ -521,7 +477,7 @@ def test_every_report_has_tests_that_exist():
     rows = re.findall(r"^\| (\d+) \|.*\| (.*) \|$", (ROOT / "docs" / "field_reports.md").read_text(), re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, 68))
     for number, cell in rows:
-        tests = re.findall(r"`(\w+\.py)::(\w+)`", cell)
+        tests = re.findall(r"`([\w/]+\.py)::(\w+)`", cell)
         assert tests, number
         for file, name in tests:
             assert f"def {name}(" in (ROOT / "tests" / file).read_text(), (number, file, name)

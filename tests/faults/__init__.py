@@ -5,6 +5,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -90,23 +91,29 @@ def failing_writer(error: BaseException) -> Iterator[None]:
         yield
 
 
-def start_python(code: str, *arguments: object) -> subprocess.Popen[str]:
-    """Another Python that runs `code`, with this folder on its path."""
-    here = pathlib.Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent)])
+def start_python(code: str, *arguments: object, **env: str) -> subprocess.Popen[str]:
+    """Another Python that runs `code`, with the tests and the package on its path, and more environment variables."""
+    tests = pathlib.Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests), str(tests.parent)])
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path},
+        [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code), *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
 
 
-def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """What another Python that ran `code` returned and printed."""
-    process = start_python(code, *arguments)
-    out, err = process.communicate(timeout=4 * _PATIENCE_SECS)
+def run_python(
+    code: str, *arguments: object, timeout: float = 4 * _PATIENCE_SECS, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """What another Python that ran `code` returned and printed: the stacks of its threads where it hung."""
+    process = start_python(code, *arguments, **env)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        out, err = process.communicate()
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
