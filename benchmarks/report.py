@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import loop_costs, plots, program_costs, scaling
+from benchmarks import loop_costs, planning, plots, program_costs, scaling
 from benchmarks.launch import ROOT
 from benchmarks.peers import PEERS
 from benchmarks.states import CASES
@@ -168,6 +168,8 @@ def render(results: Results, source: str) -> str:
         f"{about['cpus']} CPUs, {about['memory_bytes'] / 2**30:.0f} GiB, Linux {about['kernel']}, "
         f"Python {about['python']}, {versions}."
     )
+    if "planning" in results:
+        return "\n".join([origin, "", *planning.section(results)])
     lines = [origin, "", *failures(results), ""]
     for name in local_cases(results):
         lines += case_section(results, name)
@@ -221,7 +223,7 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
     for source in map(Path.resolve, options.results):
         results = json.loads(source.read_text())
         bodies.append(render(results, str(source.relative_to(ROOT) if ROOT in source.parents else source)))
-        if not options.print:
+        if not options.print and "planning" not in results:
             draw(results)
             if README_CASE in results["cases"]:
                 README.write_text(insert(README.read_text(), summary(results)))

@@ -109,12 +109,13 @@ def peer_names(text: str) -> list[str]:
     return names
 
 
-def environment(arguments: Sequence[str]) -> dict[str, Any]:
-    """What one must know to judge or repeat a run."""
+def environment(command: str, arguments: Sequence[str] | None) -> dict[str, Any]:
+    """What one must know to judge or repeat a run of a command; None: with the arguments of this program."""
+    given = sys.argv[1:] if arguments is None else arguments
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["./scripts/bench", *arguments]),
+        "command": " ".join([command, *map(shlex.quote, given)]),
         "commit": commit.stdout.strip(),
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
@@ -245,7 +246,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs what `arguments` ask for; returns 1 if a trial failed or a restore was not bit-equal."""
     options = parse(arguments)
     options.dir.mkdir(parents=True, exist_ok=True)
-    about = environment(arguments)
+    about = environment("./scripts/bench", arguments)
     bench = Bench(options)
     out = options.out or options.dir / f"bench-{about['date'].replace(':', '')}.json"
     cases: dict[str, Any] = {}
