@@ -24,6 +24,7 @@ def _row(results: Results, case: str, peer: str) -> list[str]:
         PEERS[peer].label,
         spread([1e3 * spin["worst_secs"] for spin in spins], 1),
         spread([1e3 * spin["quiet_worst_secs"] for spin in spins], 1),
+        spread([spin["secs"] for spin in spins], 2),
         spread([1e3 * save["blocking_secs"] for save in warm], 0),
         spread([save["cpu_secs"] / gigabytes for save in warm], 2),
         spread([max(save["over_state_mb"]) / 1e3 for save in warm], 2),
@@ -51,7 +52,8 @@ def section(results: Results, case: str) -> list[str]:
         return []
     headings = [
         "worst pause beside a save, ms",
-        "as long without one, ms",
+        "worst without one, ms",
+        "a save beside a spinning thread, s",
         "blocking, ms",
         "CPU-s a GB",
         "peak over state, GB",

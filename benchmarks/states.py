@@ -265,7 +265,7 @@ CASES = {
         replicas=8,
         build=_gpt2_small,
         kinds=("alongside",),
-        defaults={"peers": _MANAGERS, "rounds": 1, "saves": 2},
+        defaults={"peers": _MANAGERS, "rounds": 1, "saves": 1},
     ),
     "mlp_4_processes": Case(
         "12 dense layers in float32 with Adam moments, 74 leaves, replicated on 4 processes of one device",

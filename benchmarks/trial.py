@@ -156,18 +156,23 @@ KINDS: dict[str, Callable[[Request], dict[str, Any]]] = {
 }
 
 
+def answer(request: Request) -> dict[str, Any]:
+    """Does what is asked for."""
+    return {"load_before": os.getloadavg()[0]} | KINDS[request.kind](request)
+
+
 def main() -> None:
     request = Request.from_json(sys.argv[1])
     if request.processes > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(request.coordinator, request.processes, request.process)
     try:
-        answer = {"load_before": os.getloadavg()[0]} | KINDS[request.kind](request)
+        found = answer(request)
     except BaseException:  # noqa: BLE001 - whatever it is, the process must end
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # an exit in good order waits for the other processes, and they wait for this one
-    Path(sys.argv[2]).write_text(json.dumps(answer, default=str))
+    Path(sys.argv[2]).write_text(json.dumps(found, default=str))
 
 
 if __name__ == "__main__":
