@@ -90,17 +90,20 @@ def timeline(spans: Sequence[Mapping[str, Any]], lanes: Mapping[str, str], path:
 
     Args:
         spans: `name`, `from_secs` and `to_secs`, since the call.
-        lanes: Name -> label, from the top.
+        lanes: Name -> label, from the top: the steps, then the stages, which the picture is cut to.
     """
     figure = Figure(figsize=(9, 0.8 + 0.4 * len(lanes)), layout="constrained")
     axes = figure.subplots()
     for row, name in enumerate(lanes):
         bars = [(span["from_secs"], span["to_secs"] - span["from_secs"]) for span in spans if span["name"] == name]
-        color = _THEIRS if row == 0 else _OURS
-        axes.broken_barh(bars, (row - 0.35, 0.7), facecolor=color, edgecolor="white", linewidth=0.5)
+        style = {"facecolor": _OURS} if row else {"facecolor": _THEIRS, "edgecolor": "white"}
+        axes.broken_barh(bars, (row - 0.35, 0.7), **style)
         if row and bars:  # what is over in a millisecond would not be seen
             secs = sum(length for _, length in bars)
             axes.annotate(f" {1e3 * secs:.3g} ms", (max(sum(bar) for bar in bars), row), va="center", fontsize=8)
+    _, *stages = lanes
+    ends = max(span["to_secs"] for span in spans if span["name"] in stages)
+    axes.set_xlim(-0.25 * ends, 1.35 * ends)
     axes.axvline(0, color=_QUIET, lw=0.8, ls=":")
     axes.set_yticks(range(len(lanes)), list(lanes.values()))
     axes.invert_yaxis()

@@ -192,17 +192,18 @@ def draw(results: Results) -> None:
         plots.scaling(scaling.points(results), scaling.points(results, sharded=True), IMAGES / scaling.IMAGE)
 
 
-def summary(results: Results) -> str:
-    """The README's part: one case, its most telling measures."""
+def summary(results: Results) -> list[str]:
+    """What a results file has for the README: the most telling measures of one case, the picture of a loop's save."""
+    lines = []
+    if any(loop_costs.spans(results, name) for name in results["cases"]):
+        lines += [f"![One save beside the steps of its loop](docs/img/{loop_costs.IMAGE})", ""]
+    if README_CASE not in results["cases"]:
+        return lines
     about, case = results["environment"], results["cases"][README_CASE]
     measures = (BLOCKING, COMMIT, CPU, PEAK, RESTORE)
     subject = f"{case['about'][0].upper()}{case['about'][1:]} ({case['state_bytes'] / 1e9:.2f} GB)"
-    lines = [
-        f"{subject}, {about['cpus']} cores; medians (min–max) of one interleaved run:",
-        "",
-        *peer_table(results, README_CASE, measures),
-    ]
-    return "\n".join([*lines, ""])
+    heading = f"{subject}, {about['cpus']} cores; medians (min–max) of one interleaved run:"
+    return [*lines, heading, "", *peer_table(results, README_CASE, measures), ""]
 
 
 def insert(page: str, body: str) -> str:
@@ -219,18 +220,20 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--print", action="store_true", help="print instead of rewriting the pages and plots")
     options = parser.parse_args(arguments)
-    bodies = []
+    bodies: list[str] = []
+    summaries: list[str] = []
     for source in map(Path.resolve, options.results):
         results = json.loads(source.read_text())
         bodies.append(render(results, str(source.relative_to(ROOT) if ROOT in source.parents else source)))
         if not options.print and "planning" not in results:
             draw(results)
-            if README_CASE in results["cases"]:
-                README.write_text(insert(README.read_text(), summary(results)))
+            summaries += summary(results)
     if options.print:
         show("\n".join(bodies))
-    else:
-        PAGE.write_text(insert(PAGE.read_text(), "\n".join(bodies)))
+        return
+    PAGE.write_text(insert(PAGE.read_text(), "\n".join(bodies)))
+    if summaries:
+        README.write_text(insert(README.read_text(), "\n".join(summaries)))
 
 
 if __name__ == "__main__":
