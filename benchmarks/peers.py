@@ -43,6 +43,10 @@ class Peer(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None: ...
 
+    def read(self, step: int) -> bool:
+        """Reads and verifies the saved state to the host and puts it nowhere; False where the peer has no such way."""
+        return False
+
     def stats(self) -> dict[str, Any]:
         """The peer's own account of its last save, where it gives one."""
         return {}
@@ -134,6 +138,12 @@ class RPSave(Peer):
 
     def restore(self, step: int, target: PyTree) -> PyTree:
         return self._checkpoint.resume(target, step=step)[0]
+
+    def read(self, step: int) -> bool:
+        from flax_rpsave import load
+
+        load(self.directory, step=step)
+        return True
 
     def close(self) -> None:
         self._checkpoint.close()

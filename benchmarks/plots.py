@@ -1,8 +1,9 @@
 """The plots of docs/performance.md. Figures are made without pyplot, which keeps state and looks for a screen."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -63,6 +64,51 @@ def scaling(replicated: Sequence[Point], sharded: Sequence[Point], path: Path) -
     axes.set_ylabel("save to commit, s")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
+    _write(figure, path)
+
+
+def memory(saves: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Memory over the state's against the time since the call, a line a peer, its commit marked."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, save in saves.items():
+        secs, gigabytes = ([value / 1e3 for value in save[key]] for key in ("at_ms", "over_state_mb"))
+        (line,) = axes.plot(secs, gigabytes, label=PEERS[name].label, lw=2 if name == "rpsave" else 1)
+        at_commit = [gb for at, gb in zip(secs, gigabytes, strict=True) if at <= save["commit_secs"]]
+        axes.plot(save["commit_secs"], at_commit[-1], "o", color=line.get_color(), ms=5)
+    axes.axvline(0, color=_QUIET, lw=0.8, ls=":")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("s since the save was called; the dot is its commit")
+    axes.set_ylabel("resident memory over the state, GB")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    _write(figure, path)
+
+
+def timeline(spans: Sequence[Mapping[str, Any]], lanes: Mapping[str, str], path: Path) -> None:
+    """One save beside the steps of its loop.
+
+    Args:
+        spans: `name`, `from_secs` and `to_secs`, since the call.
+        lanes: Name -> label, from the top: the steps, then the stages, which the picture is cut to.
+    """
+    figure = Figure(figsize=(9, 0.8 + 0.4 * len(lanes)), layout="constrained")
+    axes = figure.subplots()
+    for row, name in enumerate(lanes):
+        bars = [(span["from_secs"], span["to_secs"] - span["from_secs"]) for span in spans if span["name"] == name]
+        style = {"facecolor": _OURS} if row else {"facecolor": _THEIRS, "edgecolor": "white"}
+        axes.broken_barh(bars, (row - 0.35, 0.7), **style)
+        if row and bars:  # what is over in a millisecond would not be seen
+            secs = sum(length for _, length in bars)
+            axes.annotate(f" {1e3 * secs:.3g} ms", (max(sum(bar) for bar in bars), row), va="center", fontsize=8)
+    _, *stages = lanes
+    ends = max(span["to_secs"] for span in spans if span["name"] in stages)
+    axes.set_xlim(-0.25 * ends, 1.35 * ends)
+    axes.axvline(0, color=_QUIET, lw=0.8, ls=":")
+    axes.set_yticks(range(len(lanes)), list(lanes.values()))
+    axes.invert_yaxis()
+    axes.set_xlabel("s since the call")
+    axes.spines[["top", "right"]].set_visible(False)
     _write(figure, path)
 
 

@@ -5,16 +5,17 @@ python -m benchmarks.report runs/<file>.json --print            only prints it
 """
 
 import argparse
-import dataclasses
 import json
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import plots, scaling
+from benchmarks import loop_costs, planning, plots, program_costs, scaling
 from benchmarks.launch import ROOT
 from benchmarks.peers import PEERS
+from benchmarks.states import CASES
 from benchmarks.tables import Measure, Results, spread, table, trials
+from benchmarks.targets import Target, verdicts
 
 PAGE = ROOT / "docs" / "performance.md"
 IMAGES = ROOT / "docs" / "img"
@@ -23,14 +24,16 @@ BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
 BLOCKING = Measure("blocking, s", "save", "blocking_secs", digits=3)
 COMMIT = Measure("to commit, s", "save", "commit_secs")
+FIRST = Measure("first, s", "save", "blocking_secs", first=True)
 CPU = Measure("CPU-s", "save", "cpu_secs")
 PEAK = Measure("peak over state, GB", "save", "peak_over_state_bytes", unit=1e9)
 RESTORE = Measure("restore, s", "restore", "restore_secs")
 READ = Measure("read calls, GB", "restore", "called_read_bytes", unit=1e9)
+TO_HOST = Measure("read to host alone, s", "restore", "read_secs")
 
 SAVING = (
     BLOCKING,
-    Measure("first, s", "save", "blocking_secs", first=True),
+    FIRST,
     COMMIT,
     CPU,
     PEAK,
@@ -43,31 +46,37 @@ RESTORING = (
     Measure("CPU-s", "restore", "cpu_secs"),
     READ,
     Measure("from disk, GB", "restore", "storage_read_bytes", unit=1e9),
+    TO_HOST,
     Measure("shared by replicas, GB", "restore", "shared_bytes", unit=1e9),
     Measure("restore + first donated step, s", "restore", "restore_and_step_secs"),
     Measure("peak of the first, GB", "restore", "peak_bytes", first=True, unit=1e9),
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A line of "it is done when": ours ÷ a peer's (or ÷ the state's bytes) is to be at most `limit`."""
-
-    label: str
-    measure: Measure
-    against: str | None
-    limit: float
-
-
 README_CASE = "gpt2_small"
 TARGETS = {
     "gpt2_small": (
         Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 8),
+        Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 15),
+        Target("blocking, warm", BLOCKING, "memcpy", 0.5),
+        Target("blocking of the first save", FIRST, "orbax_rp", 1 / 4),
         Target("save to commit, checksums on", COMMIT, "orbax_default", 1 / 2),
+        Target("save to commit, checksums on", COMMIT, "orbax_default", 1 / 6),
+        Target("save to commit, checksums on", COMMIT, "orbax_tuned", 1 / 3),
+        Target("save to commit (1.25: 80 % of its speed)", COMMIT, "direct_write", 1 / 0.8),
         Target("CPU-seconds a save", CPU, "orbax_rp", 1 / 2),
+        Target("CPU-seconds a save", CPU, "orbax_default", 1 / 8),
+        Target("CPU-seconds a save", CPU, "gigabytes", 0.45),
+        Target("peak memory of a save (R = 8: the owner slices are the state)", PEAK, "state", 1.15),
+        Target("peak memory of a save", PEAK, "state", 1.1),
         Target("restore", RESTORE, "orbax_rp", 1 / 3),
-        Target("bytes read in a restore", READ, None, 1.05),
-        Target("peak memory of a save (R = 8: the owner slices are the state)", PEAK, None, 1.15),
+        Target("restore", RESTORE, "orbax_rp", 1 / 4),
+        Target("read to host alone (1.25: 80 % of its speed)", TO_HOST, "direct_read", 1 / 0.8),
+        Target("bytes read in a restore", READ, "state", 1.05),
+    ),
+    "small_leaves": (
+        Target("blocking, warm", BLOCKING, "orbax_default", 1 / 50),
+        Target("save to commit, checksums on", COMMIT, "orbax_default", 1 / 20),
     ),
     "mlp_4_processes": (
         Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 8),
@@ -86,23 +95,6 @@ def peer_table(results: Results, case: str, measures: Sequence[Measure]) -> list
     peers = [name for name in PEERS if trials(results, measures[0].kind, case, name)]
     rows = [[PEERS[name].label] + [spread(m.values(results, case, name), m.digits) for m in measures] for name in peers]
     return table(["", *(measure.heading for measure in measures)], rows)
-
-
-def target_table(results: Results, case: str) -> list[str]:
-    rows = []
-    for target in TARGETS[case]:
-        ours = target.measure.values(results, case, "rpsave")
-        if target.against is None:
-            theirs = [results["cases"][case]["state_bytes"] / target.measure.unit]
-            label = "the state's bytes"
-        else:
-            theirs = target.measure.values(results, case, target.against)
-            label = PEERS[target.against].label
-        if ours and theirs:
-            ratio = statistics.median(ours) / statistics.median(theirs)
-            verdict = "met" if ratio <= target.limit else "**missed**"
-            rows.append([target.label, label, f"{ratio:.3f}", f"≤ {target.limit:.3g}", verdict])
-    return table(["median of ours ÷", "that of", "measured", "target", ""], rows)
 
 
 def limits_table(results: Results, case: str) -> list[str]:
@@ -148,8 +140,10 @@ def case_section(results: Results, name: str) -> list[str]:
     lines = [f"### `{name}`: {case['about']} ({size})", ""]
     if case["skipped"]:
         return [*lines, f"Not measured: {case['skipped']}.", ""]
+    if "save" not in CASES[name].kinds:
+        return [*lines, *loop_costs.section(results, name), *program_costs.section(results, name)]
     if name in TARGETS:
-        lines += [*target_table(results, name), ""]
+        lines += [*verdicts(target.row(results, name) for target in TARGETS[name]), ""]
     lines += [f"![Blocking and time to commit of each peer](img/{name}.png)", ""]
     for title, body in (
         ("Saving (warm saves; medians, min–max)", peer_table(results, name, SAVING)),
@@ -174,6 +168,8 @@ def render(results: Results, source: str) -> str:
         f"{about['cpus']} CPUs, {about['memory_bytes'] / 2**30:.0f} GiB, Linux {about['kernel']}, "
         f"Python {about['python']}, {versions}."
     )
+    if "planning" in results:
+        return "\n".join([origin, "", *planning.section(results)])
     lines = [origin, "", *failures(results), ""]
     for name in local_cases(results):
         lines += case_section(results, name)
@@ -186,23 +182,28 @@ def render(results: Results, source: str) -> str:
 def draw(results: Results) -> None:
     """Makes the plots that `render` refers to."""
     for name in local_cases(results):
-        if not results["cases"][name]["skipped"]:
+        if "save" in CASES[name].kinds and not results["cases"][name]["skipped"]:
             plots.peers(results, name, (BLOCKING, COMMIT), IMAGES / f"{name}.png")
+        if saves := program_costs.last_saves(results, name):
+            plots.memory(saves, IMAGES / program_costs.image(name))
+        if spans := loop_costs.spans(results, name):
+            plots.timeline(spans, loop_costs.LANES, IMAGES / loop_costs.IMAGE)
     if scaling.points(results):
         plots.scaling(scaling.points(results), scaling.points(results, sharded=True), IMAGES / scaling.IMAGE)
 
 
-def summary(results: Results) -> str:
-    """The README's part: one case, its most telling measures."""
+def summary(results: Results) -> list[str]:
+    """What a results file has for the README: the most telling measures of one case, the picture of a loop's save."""
+    lines = []
+    if any(loop_costs.spans(results, name) for name in results["cases"]):
+        lines += [f"![One save beside the steps of its loop](docs/img/{loop_costs.IMAGE})", ""]
+    if README_CASE not in results["cases"]:
+        return lines
     about, case = results["environment"], results["cases"][README_CASE]
     measures = (BLOCKING, COMMIT, CPU, PEAK, RESTORE)
     subject = f"{case['about'][0].upper()}{case['about'][1:]} ({case['state_bytes'] / 1e9:.2f} GB)"
-    lines = [
-        f"{subject}, {about['cpus']} cores; medians (min–max) of one interleaved run:",
-        "",
-        *peer_table(results, README_CASE, measures),
-    ]
-    return "\n".join([*lines, ""])
+    heading = f"{subject}, {about['cpus']} cores; medians (min–max) of one interleaved run:"
+    return [*lines, heading, "", *peer_table(results, README_CASE, measures), ""]
 
 
 def insert(page: str, body: str) -> str:
@@ -219,18 +220,20 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
     parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--print", action="store_true", help="print instead of rewriting the pages and plots")
     options = parser.parse_args(arguments)
-    bodies = []
+    bodies: list[str] = []
+    summaries: list[str] = []
     for source in map(Path.resolve, options.results):
         results = json.loads(source.read_text())
         bodies.append(render(results, str(source.relative_to(ROOT) if ROOT in source.parents else source)))
-        if not options.print:
+        if not options.print and "planning" not in results:
             draw(results)
-            if README_CASE in results["cases"]:
-                README.write_text(insert(README.read_text(), summary(results)))
+            summaries += summary(results)
     if options.print:
         show("\n".join(bodies))
-    else:
-        PAGE.write_text(insert(PAGE.read_text(), "\n".join(bodies)))
+        return
+    PAGE.write_text(insert(PAGE.read_text(), "\n".join(bodies)))
+    if summaries:
+        README.write_text(insert(README.read_text(), "\n".join(summaries)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     ./scripts/bench                                    every peer, both cases, 3 rounds: about half an hour on 2 cores
     ./scripts/bench --quick                            a tiny state, one round, two peers: does it all still work?
     ./scripts/bench --scaling                          1 to 8 hosts with a network card of 4 MB/s each: 11 minutes
+    ./scripts/bench --case train_loop                  any other case: its peers and rounds, within some 6 minutes
     ./scripts/bench --case gpt2_small --peers rpsave,orbax_rp --rounds 1 --scale 0.1
 
 Round robin: in each round the machine's limits are measured and every peer has its turn (another one goes first in each
@@ -64,7 +65,7 @@ _SCALING = {
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The command line. `--quick` and `--scaling` change the defaults, not what is given beside them."""
+    """The command line; what is not given is None, but for the cases and the memory test."""
     parser = argparse.ArgumentParser("bench", description="Measures checkpointers side by side.")
     preset = parser.add_mutually_exclusive_group()
     preset.add_argument("--quick", action="store_true", help="tiny state, one round, two peers: under 40 s")
@@ -77,16 +78,27 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--scale", type=float, help="factor on the bytes of the states")
     parser.add_argument("--card", type=float, default=4e6, help="bytes/s of a network card (default: 4e6)")
     parser.add_argument("--soak-peers", type=peer_names, help="peers of the memory test")
-    parser.add_argument("--soak-saves", type=int, help="saves of the memory test, at least 4; 0 leaves it out")
+    parser.add_argument(
+        "--soak-saves", type=int, help="saves of the memory test, at least 4; 0, as with --case, leaves it out"
+    )
     parser.add_argument("--soak-scale", type=float, help="scale of its state")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, default=ROOT / "runs", help="on the disk to be measured (default: runs/)")
     parser.add_argument("--out", type=Path, help="the JSON file (default: runs/bench-<date>.json)")
     options = parser.parse_args(arguments)
-    for name, value in (_DEFAULTS | (_QUICK if options.quick else _SCALING if options.scaling else {})).items():
+    options.preset = _QUICK if options.quick else _SCALING if options.scaling else {}
+    if options.soak_saves is None and options.case and not options.preset:
+        options.soak_saves = 0
+    for name in ("case", "soak_saves"):
         if getattr(options, name) is None:
-            setattr(options, name, value)
+            setattr(options, name, (_DEFAULTS | options.preset)[name])
     return options
+
+
+def settings(options: argparse.Namespace, case: Case | None = None) -> argparse.Namespace:
+    """What holds for a case: what is given, else what the preset says, else the case, else the general default."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    return argparse.Namespace(**_DEFAULTS | dict(case.defaults if case else {}) | options.preset | given)
 
 
 def peer_names(text: str) -> list[str]:
@@ -97,12 +109,13 @@ def peer_names(text: str) -> list[str]:
     return names
 
 
-def environment(arguments: Sequence[str]) -> dict[str, Any]:
-    """What one must know to judge or repeat a run."""
+def environment(command: str, arguments: Sequence[str] | None) -> dict[str, Any]:
+    """What one must know to judge or repeat a run of a command; None: with the arguments of this program."""
+    given = sys.argv[1:] if arguments is None else arguments
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["./scripts/bench", *arguments]),
+        "command": " ".join([command, *map(shlex.quote, given)]),
         "commit": commit.stdout.strip(),
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
@@ -133,7 +146,8 @@ class Bench:
 
     def run_case(self, name: str) -> dict[str, Any]:
         """Runs all rounds of a case, if its state fits. Returns the case's entry in the results."""
-        case, options = CASES[name], self.options
+        case = CASES[name]
+        options = settings(self.options, case)
         entry = {
             "about": case.about,
             "devices": case.devices,
@@ -153,44 +167,40 @@ class Bench:
         if case.throttled:
             entry["card_bytes_per_sec"] = options.card
         for turn in range(options.rounds):
-            if not case.throttled:
-                self._trials(name, "", turn, {"machine": 0})
+            if "save" in case.kinds:
+                self._trials(name, "", turn, options.scale, {"machine": 0})
             first = turn % max(1, len(peers))
             for peer in peers[first:] + peers[:first]:
-                self._trials(name, peer, turn, self._work(case, peer))
+                repeats = {kind: options.restores if kind == "restore" else options.saves for kind in case.kinds}
+                if case.throttled and (peer == "rpsave_single" or case.replicas == 1):
+                    # One host writes everything: it takes as long whatever the number of hosts, and minutes in all.
+                    repeats["throttled_save"] = 1
+                self._trials(name, peer, turn, options.scale, repeats)
         return entry
-
-    def _work(self, case: Case, peer: str) -> dict[str, int]:
-        """The trials of a turn, and their repeats."""
-        if not case.throttled:
-            return {"save": self.options.saves, "restore": self.options.restores}
-        # One host writes everything: it takes that host's time whatever the number of hosts, and minutes in all.
-        one_writes = peer == "rpsave_single" or case.replicas == 1
-        return {"throttled_save": 1 if one_writes else self.options.saves}
 
     def run_soak(self) -> None:
         """Runs the memory test of its peers."""
-        for peer in self.options.soak_peers:
-            self._trials("gpt2_small", peer, 0, {"soak": self.options.soak_saves - 1})
+        options = settings(self.options)
+        for peer in options.soak_peers:
+            self._trials("gpt2_small", peer, 0, options.soak_scale, {"soak": options.soak_saves - 1})
 
-    def _trials(self, case: str, peer: str, turn: int, repeats: dict[str, int]) -> None:
+    def _trials(self, case: str, peer: str, turn: int, scale: float, repeats: dict[str, int]) -> None:
         """Runs trials that share a directory, up to the first one that fails."""
         with tempfile.TemporaryDirectory(prefix="bench-", dir=self.options.dir) as directory:
             for kind, count in repeats.items():
                 trial = {"kind": kind, "case": case, "peer": peer, "round": turn, "error": None}
                 self.trials.append(trial)
                 try:
-                    trial |= self._answer(kind, case, peer, directory, count)
+                    trial |= self._answer(kind, case, scale, peer, directory, count)
                 except Exception as error:  # noqa: BLE001 - of one trial; the others' results are worth keeping
                     trial["error"] = str(error) or repr(error)
                 print(summary(trial), flush=True)
                 if trial["error"]:
                     break
 
-    def _answer(self, kind: str, name: str, peer: str, directory: str, repeats: int) -> dict[str, Any]:
+    def _answer(self, kind: str, name: str, scale: float, peer: str, directory: str, repeats: int) -> dict[str, Any]:
         """What came out of a trial."""
         case, options = CASES[name], self.options
-        scale = options.soak_scale if kind == "soak" else options.scale
         processes = 1 if kind == "machine" else case.processes
         request = Request(kind, name, scale, options.seed, peer, directory, repeats, processes)
         entry = PEERS.get(peer)
@@ -219,6 +229,14 @@ def summary(trial: dict[str, Any]) -> str:
     if trial["kind"] == "restore":
         times = " ".join(f"{restore['restore_secs']:.2f}" for restore in trial["restores"])
         return f"{head}{times} s, bit-equal: {all(restore['bit_equal'] for restore in trial['restores'])}"
+    if trial["kind"] == "loop":
+        pairs = zip(trial["windows"][::2], trial["windows"][1::2], strict=True)
+        costs = " ".join(f"{(saving['secs'] - quiet['secs']) * 1e3:.0f}" for quiet, saving in pairs)
+        return f"{head}windows with a save took {costs} ms longer"
+    if trial["kind"] == "alongside":
+        pauses = " ".join(f"{1e3 * spin['worst_secs']:.1f}" for spin in trial["spun"])
+        peak = max(trial["watched"][-1]["over_state_mb"]) / 1e3
+        return f"{head}worst pauses {pauses} ms, at most {peak:.2f} GB over the state"
     if trial["kind"] == "soak":
         return f"{head}grew by {trial['growth_after_third_bytes'] / 1e6:.1f} MB after the third save"
     return head + ", ".join(f"{name} {limit['secs']:.2f} s" for name, limit in trial["limits"].items() if limit)
@@ -228,7 +246,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs what `arguments` ask for; returns 1 if a trial failed or a restore was not bit-equal."""
     options = parse(arguments)
     options.dir.mkdir(parents=True, exist_ok=True)
-    about = environment(arguments)
+    about = environment("./scripts/bench", arguments)
     bench = Bench(options)
     out = options.out or options.dir / f"bench-{about['date'].replace(':', '')}.json"
     cases: dict[str, Any] = {}

@@ -5,8 +5,9 @@ the values and notes a digest of every shard, so that a restore in another proce
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -34,9 +35,9 @@ class Case:
         axes: the mesh; its first axis runs over the processes.
         spec: how a leaf lies on it.
         processes: how many processes hold it.
-        throttled: whether each process reaches an object store through a network card of its own, to measure how saving
-            scales; else all write to the local disk.
+        kinds: the trials of a peer's turn, in their order; they share a directory.
         peers: the peers that the case is about; None for all that are asked for.
+        defaults: what its command takes where nothing is given (`run.settings`), so that it ends within minutes.
     """
 
     about: str
@@ -46,8 +47,14 @@ class Case:
     axes: tuple[tuple[str, int], ...] = (("data", 8),)
     spec: Callable[[jax.ShapeDtypeStruct], PartitionSpec] = lambda leaf: PartitionSpec()
     processes: int = 1
-    throttled: bool = False
+    kinds: tuple[str, ...] = ("save", "restore")
     peers: tuple[str, ...] | None = None
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def throttled(self) -> bool:
+        """Whether each process saves to an object store, through a network card of its own: how saving scales."""
+        return self.kinds == ("throttled_save",)
 
     def needed_bytes(self, scale: float) -> int:
         """Host memory that a trial needs at `scale`: all replicas, two staging copies, the page cache of one save."""
@@ -78,10 +85,10 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _gpt2_small(scale: float) -> PyTree:
-    """GPT-2 small under Adam: 148 parameters, as many first and second moments, two counters: 446 leaves, 1.49 GB.
+def _gpt2_small_weights(scale: float) -> PyTree:
+    """GPT-2 small: 148 parameters, 0.50 GB.
 
-    `scale` shrinks width, vocabulary and context (bytes go with the product); the 12 layers and 446 leaves stay.
+    `scale` shrinks width, vocabulary and context (bytes go with the product); the 12 layers and 148 leaves stay.
     """
     side = math.sqrt(scale)
     width = max(8, round(768 * side / 8) * 8)
@@ -101,13 +108,22 @@ def _gpt2_small(scale: float) -> PyTree:
             "mlp": {"c_fc": dense(width, 4 * width), "c_proj": dense(4 * width, width)},
         }
 
-    params = {
+    return {
         "wte": {"embedding": _float32(vocabulary, width)},
         "wpe": {"embedding": _float32(context, width)},
         "h": {str(i): layer() for i in range(12)},
         "ln_f": norm(),
     }
+
+
+def _under_adam(params: PyTree) -> PyTree:
+    """The train state: the parameters, as many first and second moments, two counters."""
     return jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.adam(1e-3)), params)
+
+
+def _gpt2_small(scale: float) -> PyTree:
+    """GPT-2 small under Adam: 446 leaves, 1.49 GB."""
+    return _under_adam(_gpt2_small_weights(scale))
 
 
 def _one_array(rows: int) -> Callable[[float], PyTree]:
@@ -119,10 +135,41 @@ def _mlp(width: int) -> Callable[[float], PyTree]:
 
     def build(scale: float) -> PyTree:
         side = max(24, round(width * math.sqrt(scale) / 24) * 24)
-        params = {str(i): {"kernel": _float32(side, side), "bias": _float32(side)} for i in range(12)}
-        return jax.eval_shape(lambda p: TrainState.create(apply_fn=None, params=p, tx=optax.adam(1e-3)), params)
+        return _under_adam({str(i): {"kernel": _float32(side, side), "bias": _float32(side)} for i in range(12)})
 
     return build
+
+
+def _primes(scale: float) -> PyTree:
+    """12 dense layers under Adam whose every dimension is a prime, so that no number of replicas divides one."""
+
+    def prime(n: int) -> int:
+        return next(k for k in itertools.count(n) if all(k % d for d in range(2, math.isqrt(k) + 1)))
+
+    rows, columns = (prime(max(13, round(n * math.sqrt(scale)))) for n in (2003, 1733))
+    return _under_adam({str(i): {"kernel": _float32(rows, columns), "bias": _float32(columns)} for i in range(12)})
+
+
+def _small_leaves(scale: float) -> PyTree:
+    """20,000 vectors of 1 to 64 KB, their sizes drawn once; `scale` goes with their number."""
+    sizes = np.random.default_rng(0).integers(1, 65, max(20, round(20_000 * scale)))
+    return {str(i): _float32(256 * int(size)) for i, size in enumerate(sizes)}
+
+
+def _huge_leaves(scale: float) -> PyTree:
+    """4 matrices, 1.5 GB in all."""
+    return {str(i): _float32(max(8, round(7680 * scale)), 12288) for i in range(4)}
+
+
+def _example(scale: float) -> PyTree:
+    from benchmarks import example  # loads NNX, which the trials of the other cases do without
+
+    return jax.eval_shape(lambda: example.train_state(scale))
+
+
+def _over_model(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
+    """The last dimension over the axis `model`."""
+    return PartitionSpec(*[None] * (len(leaf.shape) - 1), "model") if leaf.shape else PartitionSpec()
 
 
 def _hosts(hosts: int, model: int = 1) -> Case:
@@ -135,12 +182,26 @@ def _hosts(hosts: int, model: int = 1) -> Case:
         replicas=hosts,
         build=_mlp(1056),
         axes=(("data", hosts), ("model", model)),
-        spec=lambda leaf: PartitionSpec(*[None] * (len(leaf.shape) - 1), "model") if leaf.shape else PartitionSpec(),
+        spec=_over_model,
         processes=hosts,
-        throttled=True,
+        kinds=("throttled_save",),
         peers=(*single, "rpsave"),
     )
 
+
+def _prime_replicas(replicas: int) -> Case:
+    return Case(
+        f"12 dense layers in float32 with Adam moments, every dimension a prime, 74 leaves, replicated on {replicas} "
+        "devices",
+        devices=replicas,
+        replicas=replicas,
+        build=_primes,
+        axes=(("data", replicas),),
+        defaults={"peers": _MANAGERS, "rounds": 1},
+    )
+
+
+_MANAGERS = ["rpsave", "orbax_default", "orbax_rp", "orbax_tuned"]
 
 CASES = {
     "gpt2_small": Case(
@@ -161,6 +222,50 @@ CASES = {
         devices=8,
         replicas=8,
         build=_one_array(65536),
+    ),
+    "small_leaves": Case(
+        "20,000 float32 vectors of 1 to 64 KB, replicated on 8 devices",
+        devices=8,
+        replicas=8,
+        build=_small_leaves,
+        # Orbax takes more than a minute a save.
+        defaults={"peers": ["rpsave", "orbax_default"], "rounds": 1, "saves": 1, "restores": 0},
+    ),
+    "huge_leaves": Case(
+        "4 float32 matrices of 0.38 GB, replicated on 8 devices",
+        devices=8,
+        replicas=8,
+        build=_huge_leaves,
+        defaults={"peers": _MANAGERS, "rounds": 1},
+    ),
+    "sharded_4x2": Case(
+        "the weights of GPT-2 small in float32, 148 leaves, sharded over 4 devices and replicated over 2",
+        devices=8,
+        replicas=2,
+        build=_gpt2_small_weights,
+        axes=(("model", 4), ("data", 2)),
+        spec=_over_model,
+        defaults={"peers": _MANAGERS, "rounds": 1},
+    ),
+    "replicas_3": _prime_replicas(3),
+    "replicas_11": _prime_replicas(11),
+    "train_loop": Case(
+        "the example's GPT of 19 million parameters trained under AdamW, replicated on 2 devices, donated steps",
+        devices=2,
+        replicas=2,
+        build=_example,
+        axes=(("data", 2),),
+        kinds=("loop",),
+        defaults={"peers": _MANAGERS, "rounds": 1, "saves": 8},
+    ),
+    "alongside": Case(
+        "GPT-2 small in float32 with Adam moments, 446 leaves, replicated on 8 devices, beside a program that is idle "
+        "or spins",
+        devices=8,
+        replicas=8,
+        build=_gpt2_small,
+        kinds=("alongside",),
+        defaults={"peers": _MANAGERS, "rounds": 1, "saves": 1},
     ),
     "mlp_4_processes": Case(
         "12 dense layers in float32 with Adam moments, 74 leaves, replicated on 4 processes of one device",

@@ -24,8 +24,11 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from benchmarks import limits, meters, peers, states, throttled
+from benchmarks import alongside, limits, meters, peers, states, throttled
 from benchmarks.request import IDLE_SECS, Request
+
+_MOST_DONATED = 1000
+"""Leaves of a state that a donating step is compiled for: XLA's time for that grows faster than their number."""
 
 
 def save(request: Request) -> dict[str, Any]:
@@ -64,13 +67,15 @@ def restore(request: Request) -> dict[str, Any]:
     """Restores what `save` left `1 + repeats` times from cold files; every restore is compared bit by bit.
 
     Each is followed by a step that is given the state as a donation and does next to nothing: replicas that share
-    memory get their own there.
+    memory get their own there. A peer that can read without placing does that once more, from cold files again.
     """
     root = Path(request.directory)
     abstract = states.CASES[request.case].abstract(request.scale)
     digests = json.loads((root / "digests.json").read_text())
     (step,) = [int(path.name) for path in (root / "checkpoints").iterdir() if path.name.isdigit()]
-    donating = jax.jit(states.negated, donate_argnums=0).lower(abstract).compile()
+    donating = None
+    if len(jax.tree.leaves(abstract)) <= _MOST_DONATED:
+        donating = jax.jit(states.negated, donate_argnums=0).lower(abstract).compile()
     meter, restores, state = meters.Meter(), [], None
     for _ in range(request.repeats + 1):
         peer = peers.PEERS[request.peer].open(root / "checkpoints")
@@ -86,11 +91,17 @@ def restore(request: Request) -> dict[str, Any]:
         usage = meter.stop()
         wrong = states.differences(state, abstract, digests)
         shared_bytes = states.shared_bytes(state)
-        began = time.perf_counter()
-        state = jax.block_until_ready(donating(state))
-        first_step_secs = time.perf_counter() - began
-        stepped = {"first_step_secs": first_step_secs, "restore_and_step_secs": usage.secs + first_step_secs}
-        restores.append(meters.restore_record(usage, before, shared_bytes, wrong) | stepped)
+        restores.append(meters.restore_record(usage, before, shared_bytes, wrong))
+        if donating is not None:
+            began = time.perf_counter()
+            state = jax.block_until_ready(donating(state))
+            first_step_secs = time.perf_counter() - began
+            restores[-1] |= {"first_step_secs": first_step_secs, "restore_and_step_secs": usage.secs + first_step_secs}
+        if request.processes == 1:
+            meters.drop_from_page_cache(root / "checkpoints")
+            began = time.perf_counter()
+            if peer.read(step):
+                restores[-1]["read_secs"] = time.perf_counter() - began
         peer.close()
     return {"restores": restores}
 
@@ -121,6 +132,13 @@ def soak(request: Request) -> dict[str, Any]:
     }
 
 
+def loop(request: Request) -> dict[str, Any]:
+    """See `train_loop.loop`."""
+    from benchmarks import train_loop  # loads NNX, which the other trials do without
+
+    return train_loop.loop(request)
+
+
 def machine(request: Request) -> dict[str, Any]:
     """Measures the machine's limits for the bytes of the case's state."""
     nbytes = states.state_bytes(states.CASES[request.case].build(request.scale))
@@ -133,7 +151,14 @@ KINDS: dict[str, Callable[[Request], dict[str, Any]]] = {
     "soak": soak,
     "machine": machine,
     "throttled_save": throttled.save,
+    "loop": loop,
+    "alongside": alongside.alongside,
 }
+
+
+def answer(request: Request) -> dict[str, Any]:
+    """Does what is asked for."""
+    return {"load_before": os.getloadavg()[0]} | KINDS[request.kind](request)
 
 
 def main() -> None:
@@ -142,12 +167,12 @@ def main() -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(request.coordinator, request.processes, request.process)
     try:
-        answer = {"load_before": os.getloadavg()[0]} | KINDS[request.kind](request)
+        found = answer(request)
     except BaseException:  # noqa: BLE001 - whatever it is, the process must end
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # an exit in good order waits for the other processes, and they wait for this one
-    Path(sys.argv[2]).write_text(json.dumps(answer, default=str))
+    Path(sys.argv[2]).write_text(json.dumps(found, default=str))
 
 
 if __name__ == "__main__":

@@ -175,27 +175,20 @@ class SaveRun:
     def _execute(self, helper: Helper | None) -> SaveStats:
         request = self.request
         context = new_context()  # of this save alone: what it keeps of the database is of no use to the next one
-        if self._group.decides:
-            if request.replaces is not None and request.replaces.exists():  # else an earlier try has moved it
-                commit.move_aside(request.replaces, "damaged", request.nonce)
-            self._temporary = commit.workplace(request.final, request.nonce)  # whatever of it is there when this fails
-            temporary = commit.prepare(request.final, request.nonce)
-            self._warn_of_little_room(temporary)
-            self._channel.open(request.nonce)
-        else:
-            temporary = commit.workplace(request.final, self._channel.opened())
-        item = temporary / request.item if request.item is not None else temporary
-        item.make()
-        process = self._group.process
-        engine = self._engines.make(
-            item / f"{commit.PROCESS_DATABASE}{process}" if request.config.storage.use_ocdbt else item,
-            request.plan.leaves,
-            describe=self._group.decides,
-            storage=request.config.storage,
-            nbytes=request.plan.process_bytes.get(process, 0),
-            helper=helper,
-            context=context,
-        )
+        with jax.profiler.TraceAnnotation("rpsave:prepare"):
+            temporary = self._prepare()
+            item = temporary / request.item if request.item is not None else temporary
+            item.make()
+            process = self._group.process
+            engine = self._engines.make(
+                item / f"{commit.PROCESS_DATABASE}{process}" if request.config.storage.use_ocdbt else item,
+                request.plan.leaves,
+                describe=self._group.decides,
+                storage=request.config.storage,
+                nbytes=request.plan.process_bytes.get(process, 0),
+                helper=helper,
+                context=context,
+            )
         snapshot_secs = 0.0
         fingerprints: dict[int, dict[int, int]] = {}
         with contextlib.closing(engine):
@@ -208,7 +201,8 @@ class SaveRun:
                     engine.write(snapshot.pieces())
                 fingerprints.update(snapshot.fingerprints())
                 self._written.release()
-            written, report = self._finish(engine, fingerprints)
+            with jax.profiler.TraceAnnotation("rpsave:write"):
+                written, report = self._finish(engine, fingerprints)
         wrote = time.perf_counter()
         with jax.profiler.TraceAnnotation("rpsave:commit"):
             self._channel.report(report)
@@ -233,6 +227,19 @@ class SaveRun:
             total_secs=total,
             engine=engine.name,
         )
+
+    def _prepare(self) -> Directory:
+        """The directory under its temporary name: made by process 0, which tells the others."""
+        request = self.request
+        if not self._group.decides:
+            return commit.workplace(request.final, self._channel.opened())
+        if request.replaces is not None and request.replaces.exists():  # else an earlier try has moved it
+            commit.move_aside(request.replaces, "damaged", request.nonce)
+        self._temporary = commit.workplace(request.final, request.nonce)  # whatever of it is there when this fails
+        temporary = commit.prepare(request.final, request.nonce)
+        self._warn_of_little_room(temporary)
+        self._channel.open(request.nonce)
+        return temporary
 
     def _warn_of_little_room(self, temporary: Directory) -> None:
         """No more than a warning: what is compressed needs less, and room may be made meanwhile."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 import flax_rpsave as rps
+from benchmarks import planning
 from benchmarks.object_store import ACCESS, BUCKET, Store, connected
 
 
@@ -58,5 +59,5 @@ def test_save_does_not_ask_once_a_leaf(monkeypatch):
         rps.save(f"s3://{BUCKET}/saved", state)
         saving = store.requests.total()
         loaded = rps.load(f"s3://{BUCKET}/saved")
-    assert saving < len(state), store.requests
+    assert saving <= planning.requests(1, 200 * 32) < len(state), store.requests
     assert all((loaded[name] == value).all() for name, value in state.items())
