@@ -23,12 +23,13 @@ from flax_rpsave.errors import (
     StepOrderError,
     TreeMismatchError,
 )
+from flax_rpsave.items import is_checkpoint
 from flax_rpsave.leaves import flatten, unflatten_to_dicts
 from flax_rpsave.planner import SavePlan, layout_of, plan_leaves
 from flax_rpsave.restore import Fit, cast, put
 from flax_rpsave.saver import Saver
 from flax_rpsave.store import new_context
-from flax_rpsave.stored import Stored, is_checkpoint, open_checkpoint
+from flax_rpsave.stored import Stored, open_checkpoint
 from flax_rpsave.writer import forget
 
 _EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}

@@ -19,6 +19,7 @@ from flax_rpsave import commit, documents
 from flax_rpsave.directory import Directory
 from flax_rpsave.documents import TreeEntry
 from flax_rpsave.errors import CorruptCheckpointError
+from flax_rpsave.items import Documents, read_documents
 from flax_rpsave.nodes import walk
 from flax_rpsave.reading import reading
 from flax_rpsave.store import (
@@ -30,7 +31,7 @@ from flax_rpsave.store import (
     open_database,
     stored_database,
 )
-from flax_rpsave.stored import Documents, Stored, open_documents, read_documents
+from flax_rpsave.stored import Stored, open_documents
 
 
 @dataclass(frozen=True)
