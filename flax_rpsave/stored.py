@@ -243,7 +243,7 @@ class Stored:
             return
         if (there := count_chunks(self._database, name)) < chunks:
             raise CorruptCheckpointError(
-                f"leaf {name} of {self.item}: its document says {list(found.shape)} in {chunks} chunks, {there} are there"
+                f"leaf {name} of {self.item}: its document says {list(found.shape)} in {chunks} chunks, {there} are"
             )
 
     def check_chunk(self, name: str, index: tuple[int, ...], values: np.ndarray) -> None:
