@@ -252,8 +252,9 @@ def publish(step: Directory, item: Directory, final: Directory, files: Mapping[s
             step.remove(_WRITING)
         return
     step.sync_all()  # TensorStore syncs the directory of each file, but not that of a directory which it makes
-    step.remove(_WRITING)  # as late as can be: without it the directory is anybody's to remove
-    step.move_to(final)
+    step.move_to(final)  # with that file: without it the directory would be anybody's to remove, until the rename
+    with contextlib.suppress(OSError):  # it is a step: the file tells nothing any more
+        final.remove(_WRITING)
 
 
 def move_aside(step: Directory, why: str, nonce: str) -> Directory:
