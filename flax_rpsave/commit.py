@@ -26,7 +26,7 @@ import tensorstore as ts
 
 from flax_rpsave import documents, identity
 from flax_rpsave.directory import Directory
-from flax_rpsave.errors import CorruptCheckpointError, SaveError, StorageError
+from flax_rpsave.errors import CorruptCheckpointError, SaveError
 from flax_rpsave.store import database, index_key, open_database
 
 logger = logging.getLogger("flax_rpsave")
@@ -247,12 +247,9 @@ def publish(step: Directory, item: Directory, final: Directory, files: Mapping[s
     if step.read(_WRITING) != identity.record(nonce):  # what was written since would make a step of documents alone
         raise SaveError(f"{step} was taken away while it was written: does another run use {final.parent}?")
     step.write(documents.COMMIT, documents.build_commit(files))
-    if not step.renames:
-        with contextlib.suppress(StorageError):  # the marker is there: this file tells nothing any more
-            step.remove(_WRITING)
-        return
-    step.sync_all()  # TensorStore syncs the directory of each file, but not that of a directory which it makes
-    step.move_to(final)  # with that file: without it the directory would be anybody's to remove, until the rename
+    if step.renames:
+        step.sync_all()  # TensorStore syncs the directory of each file, but not that of a directory which it makes
+        step.move_to(final)  # with that file: without it the directory would be anybody's to remove, until the rename
     with contextlib.suppress(OSError):  # it is a step: the file tells nothing any more
         final.remove(_WRITING)
 

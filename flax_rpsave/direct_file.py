@@ -15,6 +15,7 @@ import fcntl
 import logging
 import mmap
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 
@@ -146,7 +147,8 @@ def sync_file_system(descriptor: int, path: str) -> None:
     """Makes durable all that was written to a file system, whoever wrote it.
 
     Args:
-      descriptor: Of a file or directory there; Linux 5.8 and later report what went wrong since it was opened.
+      descriptor: Of a file or directory there; what went wrong since it was opened is reported, where
+        `reports_lost_writes`.
       path: Its path.
 
     Raises:
@@ -164,9 +166,23 @@ def aligned_buffer(nbytes: int) -> np.ndarray:
 
 def is_on_local_disk(path: str) -> bool:
     """Whether a directory is on a file system of this machine's disks, not in memory or on a network."""
+    return _file_system(path) is not None
+
+
+def reports_lost_writes(path: str) -> bool:
+    """Whether `sync_file_system` says when what was written to the page cache did not reach the disk.
+
+    Linux does so since 5.8, and overlays do not pass on what the file system below them says.
+    """
+    version = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+    return version >= (5, 8) and _file_system(path) not in (None, "overlay")
+
+
+def _file_system(path: str) -> str | None:
+    """Name of a directory's file system; None for those that are not on a disk of this machine."""
     statfs = ctypes.create_string_buffer(_STATFS_NBYTES)
     if _libc.statfs(os.fsencode(path), statfs):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), path)
     magic = int.from_bytes(statfs.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder)
-    return magic in _LOCAL
+    return _LOCAL.get(magic)

@@ -2,7 +2,7 @@
 
 An engine takes chunks by reference, in one or more batches, and small values of its own; `finish` returns what was
 written. `TensorStoreEngine` is the one for every store and codec: each batch is one transaction on one database.
-`direct` has the one for local disks, `engines` says which one a save gets.
+`direct` and `chunk_files` have those for local disks, `engines` says which one a save gets.
 """
 
 from __future__ import annotations

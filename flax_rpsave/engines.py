@@ -28,6 +28,7 @@ from flax_rpsave.direct_file import (
     DirectFile,
     aligned_buffer,
     is_on_local_disk,
+    reports_lost_writes,
 )
 from flax_rpsave.directory import Directory, FileDirectory
 from flax_rpsave.engine import Engine, TensorStoreEngine
@@ -86,7 +87,12 @@ class Engines:
           helper: The second thread; without one, TensorStore writes.
           context: TensorStore resources of the save.
         """
-        if isinstance(directory, FileDirectory) and helper is not None and self._writes_directly(directory, nbytes):
+        if (
+            isinstance(directory, FileDirectory)
+            and helper is not None
+            and self._writes_directly(directory, nbytes)
+            and (storage.use_ocdbt or self._mode == "direct" or reports_lost_writes(str(directory)))
+        ):
             self._buffers = self._buffers or new_buffers()
             common = (directory, plans, describe, storage.checksum, self._buffers, helper, self._refused)
             return DirectEngine(*common, nbytes) if storage.use_ocdbt else ChunkFilesEngine(*common)

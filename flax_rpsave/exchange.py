@@ -9,10 +9,8 @@ need go over the interconnect, in rounds of bounded size: one all-gather of byte
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,88 +19,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flax_rpsave import host_memory
-from flax_rpsave.planner import chunk_box
+from flax_rpsave.shares import Chunk, Key, StoredArray
 
 _ROUND_NBYTES = 8 << 20  # what each process contributes to a round, at most
-
-Box = tuple[slice, ...]
-Key = tuple[str, tuple[int, ...]]
-"""An array's name, and a chunk's index in its grid."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A stored chunk that several processes, or this one, need.
-
-    Attributes:
-      name: Of its array.
-      index: In the array's chunk grid.
-      box: The part of the array that it holds.
-      reader: The process that reads it.
-      takers: The processes that need it, the reader among them.
-      nbytes: Bytes of the values in `box`.
-    """
-
-    name: str
-    index: tuple[int, ...]
-    box: Box
-    reader: int
-    takers: Set[int]
-    nbytes: int
-
-    @property
-    def key(self) -> Key:
-        """What it is told by."""
-        return self.name, self.index
-
-    @property
-    def shared(self) -> bool:
-        """Whether another process than the reader needs it."""
-        return len(self.takers) > 1
-
-
-@dataclass(frozen=True)
-class StoredArray:
-    """What the assignment must know of an array: shape, chunk shape, dtype."""
-
-    shape: tuple[int, ...]
-    chunk_shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
-def assign(
-    arrays: Mapping[str, StoredArray], shardings: Mapping[str, jax.sharding.Sharding | None], processes: int
-) -> dict[str, list[Chunk]]:
-    """Who reads which chunk.
-
-    Args:
-      arrays: The stored arrays, by name.
-      shardings: The target's sharding of each; None for values that every process has for itself.
-      processes: How many there are.
-
-    Returns:
-      For each array the chunks that somebody needs, each with its reader; readers are balanced by bytes.
-    """
-    load = [0] * processes
-    result: dict[str, list[Chunk]] = {}
-    for name, array in arrays.items():
-        needs = _boxes_by_process(shardings[name], array.shape, processes)
-        result[name] = []
-        for index, box in chunk_boxes(array.shape, array.chunk_shape):
-            takers = frozenset(p for p, part in enumerate(needs) if part is None or any(_overlap(box, b) for b in part))
-            if not takers:
-                continue
-            nbytes = math.prod(s.stop - s.start for s in box) * array.dtype.itemsize
-            reader = min(takers, key=lambda p: (load[p], p))
-            load[reader] += nbytes
-            result[name].append(Chunk(name, index, box, reader, takers, nbytes))
-    return result
-
-
-def chunk_boxes(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Box]]:
-    """Every chunk of a regular grid: its index, and the part of the array that it holds."""
-    for index in itertools.product(*(range(-(-n // c)) for n, c in zip(shape, chunk_shape, strict=True))):
-        yield index, chunk_box(index, shape, chunk_shape)
+_GATHERED_NBYTES = 256 << 20  # what all of them do, at most: every process gets all of it
 
 
 def exchange(
@@ -187,19 +107,21 @@ class _Rounds:
         self._process = process
         self._done = 0
         longest = max(stream.nbytes for stream in streams)
-        self._size = -(-longest // max(1, -(-longest // _ROUND_NBYTES)))  # the same in all rounds: one program
+        most = min(_ROUND_NBYTES, _GATHERED_NBYTES // len(streams))
+        self._size = -(-longest // max(1, -(-longest // most)))  # the same in all rounds: one program
         self._buffer = host_memory.empty((1, self._size), np.uint8)
         self._gather = _AllGather(len(streams), process)
         self._values: dict[str, np.ndarray] = {}
         self._apart: dict[Key, np.ndarray] = {}
-        self._needed: dict[str, int] = {}
+        self._rounds_until: dict[str, int] = {}  # how many there are until an array is complete
         for stream in streams:
             for chunk, stop in zip(stream.chunks, stream.stops, strict=True):
-                self._needed[chunk.name] = max(self._needed.get(chunk.name, 0), -(-stop // self._size))
+                rounds = -(-stop // self._size)
+                self._rounds_until[chunk.name] = max(self._rounds_until.get(chunk.name, 0), rounds)
 
     def received(self, name: str, chunks: Iterable[Chunk]) -> np.ndarray | None:
         """An array with the chunks that others read; None where this process needs none of theirs."""
-        while self._done < self._needed.get(name, 0):
+        while self._done < self._rounds_until.get(name, 0):
             self._round()
         values = self._values.pop(name, None)
         for chunk in chunks:
@@ -230,27 +152,6 @@ class _Rounds:
         if chunk.key not in self._apart:
             self._apart[chunk.key] = np.empty(place.shape, place.dtype)
         return _flat(self._apart[chunk.key])
-
-
-@functools.lru_cache(maxsize=4096)
-def _boxes_by_process(
-    sharding: jax.sharding.Sharding | None, shape: tuple[int, ...], processes: int
-) -> list[set[tuple[tuple[int, int], ...]] | None]:
-    """For each process the parts of an array that its devices hold; None for all of it."""
-    devices: Any = {} if sharding is None else sharding.devices_indices_map(shape)
-    if len({device.process_index for device in devices}) <= 1:
-        return [None] * processes
-    boxes: list[set[tuple[tuple[int, int], ...]] | None] = [set() for _ in range(processes)]
-    for device, index in devices.items():
-        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-        of_process = boxes[device.process_index]
-        assert of_process is not None
-        of_process.add(bounds)
-    return boxes
-
-
-def _overlap(box: Box, bounds: tuple[tuple[int, int], ...]) -> bool:
-    return all(s.start < stop and start < s.stop for s, (start, stop) in zip(box, bounds, strict=True))
 
 
 def _flat(values: np.ndarray) -> np.ndarray:

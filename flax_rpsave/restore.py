@@ -25,8 +25,9 @@ import tensorstore as ts
 from flax_rpsave import _compat, host_memory
 from flax_rpsave.documents import TreeEntry
 from flax_rpsave.errors import TreeMismatchError
-from flax_rpsave.exchange import Chunk, Key, StoredArray, assign, exchange
+from flax_rpsave.exchange import exchange
 from flax_rpsave.leaves import Leaf, Structure
+from flax_rpsave.shares import Chunk, Key, StoredArray, assign
 from flax_rpsave.stored import Stored, describe
 
 logger = logging.getLogger("flax_rpsave")

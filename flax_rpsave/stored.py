@@ -20,10 +20,10 @@ from flax_rpsave.direct_reads import DirectReads, PlacedChunk, can_read_directly
 from flax_rpsave.directory import Directory
 from flax_rpsave.documents import Tree, TreeEntry
 from flax_rpsave.errors import CorruptCheckpointError, StorageError
-from flax_rpsave.exchange import Box, Chunk, Key, StoredArray, chunk_boxes
 from flax_rpsave.items import Documents, read_documents
 from flax_rpsave.nodes import Place, file_of, walk
 from flax_rpsave.reading import reading
+from flax_rpsave.shares import Box, Chunk, Key, StoredArray, chunk_boxes
 from flax_rpsave.store import (
     OCDBT_MANIFEST,
     chunk_key,
@@ -38,7 +38,7 @@ from flax_rpsave.store import (
 
 _Tag = TypeVar("_Tag")
 _IN_FLIGHT_NBYTES = 512 << 20
-_MANY_CHUNKS = 1 << 16
+_MANY_CHUNKS, _MANY_NBYTES = 1 << 16, 512 << 20  # from these on, a shape is not just believed
 _PLAIN_CODECS = ([{"name": "bytes", "configuration": {"endian": "little"}}], [{"name": "bytes"}])
 """Of arrays whose chunks lie in storage as in the memory of a little-endian machine."""
 
@@ -149,10 +149,9 @@ class Stored:
         Raises:
           CorruptCheckpointError: A chunk is missing or changed.
         """
-        wanted = (_chunk(chunk, chunk.name, arrays[chunk.name], chunk.index, chunk.box) for chunk in chunks)
+        wanted = (_chunk(chunk.key, chunk.name, arrays[chunk.name], chunk.index, chunk.box) for chunk in chunks)
         # By TensorStore, whose counters of the processes together show that nothing is read twice.
-        found = self._read_ahead(wanted, directly=False)
-        return {(chunk.name, chunk.index): values.result() for chunk, values in found}
+        return {key: values.result() for key, values in self._read_ahead(wanted, directly=False)}
 
     def chunk_faults(
         self, arrays: Mapping[str, ts.TensorStore]
@@ -233,14 +232,13 @@ class Stored:
 
     def _check_document(self, name: str, found: StoredArray) -> None:
         """Compares what an array's document says with its digest; where there is none, with the chunks there are."""
-        if self.digests is None:
-            if self.tree.all_chunks_stored:
-                self._check_extent(name, found)
-            return
-        expected = self.digests.get(document_key(name))
+        expected = "" if self.digests is None else self.digests.get(document_key(name))
         if expected is None:
             raise CorruptCheckpointError(f"leaf {name} of {self.item} was not reported as written")
-        if expected and documents.array_digest(found.shape, found.dtype.name, found.chunk_shape) != expected:
+        if not expected:
+            if self.tree.all_chunks_stored:
+                self._check_extent(name, found)
+        elif documents.array_digest(found.shape, found.dtype.name, found.chunk_shape) != expected:
             raise CorruptCheckpointError(
                 f"leaf {name} of {self.item}: its document was changed after it was written; it now says "
                 f"{found.dtype.name}{list(found.shape)}"
@@ -249,7 +247,7 @@ class Stored:
     def _check_extent(self, name: str, found: StoredArray) -> None:
         """Compares a shape with the number of chunks, where memory or time would end before a missing one is found."""
         chunks = math.prod(-(-n // max(1, c)) for n, c in zip(found.shape, found.chunk_shape, strict=True))
-        if chunks <= _MANY_CHUNKS and math.prod(found.shape) * found.dtype.itemsize <= _IN_FLIGHT_NBYTES:
+        if chunks <= _MANY_CHUNKS and math.prod(found.shape) * found.dtype.itemsize <= _MANY_NBYTES:
             return
         if (there := count_chunks(self._database, name)) < chunks:
             raise CorruptCheckpointError(
@@ -302,7 +300,7 @@ class _Values:
         shape, dtype = wanted.view.shape, wanted.view.dtype.numpy_dtype
         try:
             self._values = host_memory.empty(shape, dtype)
-        except MemoryError as error:
+        except (MemoryError, ValueError) as error:  # ValueError: more than can be addressed
             what = f"{dtype.name}{list(shape)}"
             raise StorageError(f"leaf {wanted.name} of {stored.item}: there is no memory for {what}") from error
         self.nbytes = self._values.nbytes

@@ -14,8 +14,8 @@ import tensorstore as ts
 from flax_rpsave import commit, documents
 from flax_rpsave.directory import Directory
 from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError
-from flax_rpsave.exchange import chunk_boxes
 from flax_rpsave.items import is_checkpoint, read_documents
+from flax_rpsave.shares import chunk_boxes
 from flax_rpsave.store import chunk_key
 from flax_rpsave.stored import Stored, describe, open_checked
 

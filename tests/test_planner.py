@@ -15,8 +15,8 @@ from models import abstract_mesh, adam_state, maxtext_gpt3, megatron_gpt, replic
 
 from flax_rpsave.config import ReplicaParallelConfig
 from flax_rpsave.errors import UnsupportedLeafError
-from flax_rpsave.exchange import chunk_boxes
 from flax_rpsave.planner import LeafLayout, MeshLayout, as_named_sharding, layout_of, plan_leaves
+from flax_rpsave.shares import chunk_boxes
 
 DEFAULT = ReplicaParallelConfig()
 NO_FLOOR = ReplicaParallelConfig(min_slice_bytes=0)

@@ -16,9 +16,9 @@ from models import adam_state, replicated
 
 from flax_rpsave import owner_slices
 from flax_rpsave.config import ReplicaParallelConfig
-from flax_rpsave.exchange import chunk_boxes
 from flax_rpsave.leaves import flatten
 from flax_rpsave.planner import layout_of, plan_leaves
+from flax_rpsave.shares import chunk_boxes
 from flax_rpsave.snapshot import Snapshotter
 
 FINE = ReplicaParallelConfig(min_slice_bytes=1)

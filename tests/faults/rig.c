@@ -104,6 +104,7 @@ ON_DESCRIPTOR(ssize_t, pwritev, (int fd, const struct iovec *parts, int n, off_t
 ON_DESCRIPTOR(ssize_t, pwritev64, (int fd, const struct iovec *parts, int n, off64_t at), (fd, parts, n, at))
 ON_DESCRIPTOR(int, fsync, (int fd), (fd))
 ON_DESCRIPTOR(int, fdatasync, (int fd), (fd))
+ON_DESCRIPTOR(int, syncfs, (int fd), (fd))
 ON_DESCRIPTOR(int, ftruncate, (int fd, off_t n), (fd, n))
 ON_DESCRIPTOR(int, ftruncate64, (int fd, off64_t n), (fd, n))
 ON_DESCRIPTOR(int, fallocate, (int fd, int mode, off_t at, off_t n), (fd, mode, at, n))
