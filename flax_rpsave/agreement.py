@@ -88,25 +88,42 @@ class Channel:
         self._group = group
         self._key = key
         self._what = what
+        self._reported = False
 
-    def open(self, word: str) -> None:
+    def open(self, word: Any) -> None:
         """Process 0 lets the others begin, and tells them a word."""
         if self._group.processes > 1:
-            self._client.key_value_set(f"{self._key}/open", word)
+            self._client.key_value_set(f"{self._key}/open", json.dumps(word))
 
-    def opened(self) -> str:
+    def opened(self) -> Any:
         """Waits until process 0 has opened the channel; returns its word.
 
         Raises:
-          CommitTimeoutError: It has not in time.
+          SaveError: It has given up instead.
+          CommitTimeoutError: It has done neither in time.
         """
-        return self._wait(f"{self._key}/open", 2 * self._group.timeout_secs, "process 0 did not begin")
+        key, secs = f"{self._key}/open", 2 * self._group.timeout_secs
+        return json.loads(self._wait(key, secs, "process 0 did not begin", or_failure=True))
 
     def report(self, word: Mapping[str, Any] | None, failure: str | None = None) -> None:
-        """Says what this process did, or why it failed."""
-        if self._group.processes > 1:
+        """Says what this process did, or why it failed; only the first time counts."""
+        if self._group.processes > 1 and not self._reported:
+            self._reported = True
             text = json.dumps({"word": word, "failure": failure})
             self._client.key_value_set(f"{self._key}/report/{self._group.process}", text)
+
+    def give_up(self, error: BaseException) -> SaveError | None:
+        """Tells the others that this process has failed; returns a failure of theirs that came before."""
+        try:
+            if self._group.decides:
+                self.decide(failure=error)
+                return None
+            earlier = self.failed()
+            self.report(None, failure=str(error))
+        except jax.errors.JaxRuntimeError as unheard:
+            logger.warning("%s: the other processes could not be told: %s", self._what, unheard)
+            return None
+        return earlier
 
     def collect(self, own: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """The words of all processes, by process; process 0 calls this after its own report.
@@ -161,7 +178,7 @@ class Channel:
             self._wait(
                 f"{self._key}/decision",
                 2 * self._group.timeout_secs + 30,
-                "process 0 was not heard of, so it is unknown whether this was committed",
+                "process 0 was not heard of, so how this ended is unknown",
             )
         )
         if (failure := _failure_of(decision)) is not None:
@@ -227,11 +244,13 @@ class Channel:
     def _client(self) -> Any:
         return _compat.coordination_client()
 
-    def _wait(self, key: str, secs: float, otherwise: str) -> str:
+    def _wait(self, key: str, secs: float, otherwise: str, *, or_failure: bool = False) -> str:
         deadline = time.monotonic() + secs
         while (left := deadline - time.monotonic()) > 0:
             if (value := self._try_get(key, min(left, _POLL_SECS))) is not None:
                 return value
+            if or_failure and (failure := self.failed()) is not None:
+                raise failure
         raise CommitTimeoutError(f"{self._what}: {otherwise} within {secs:g} s")
 
     def _try_get(self, key: str, secs: float) -> str | None:

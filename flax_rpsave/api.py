@@ -55,10 +55,12 @@ def save(
 ) -> None:
     """Saves one checkpoint, as `orbax.checkpoint.StandardCheckpointer` would; returns when it is committed.
 
+    Under `jax.distributed` every process must call it, with the same path: they save together.
+
     Args:
       path: The checkpoint's directory, which must not exist yet.
       tree: Any state.
-      config: Its `storage:` and `replica_parallel:` blocks are used; None takes the defaults.
+      config: Its `storage:` and `replica_parallel:` blocks and `commit_timeout_secs` are used; None takes the defaults.
 
     Raises:
       StepOrderError: The directory exists.
@@ -70,14 +72,15 @@ def save(
             raise StepOrderError(f"{final} exists already and is not overwritten")
     saver = Saver(_config(config), None)
     try:
-        saver.save(
-            tree,
-            step=0,
-            begun=time.perf_counter(),
-            waited_secs=0.0,
-            final=final,
-            item=None,
-        )
+        with saver.writer.announced(0):
+            saver.save(
+                tree,
+                step=0,
+                begun=time.perf_counter(),
+                waited_secs=0.0,
+                final=final,
+                item=None,
+            )
         saver.writer.wait()
     finally:
         forget(saver.writer)

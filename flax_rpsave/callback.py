@@ -259,22 +259,23 @@ class CheckpointCallback:
         if waited > 1e-3:
             logger.info("step %d waited %.3f s for the save before", step, waited)
         self._report_error(step)
-        final = self._root / str(step)
-        damaged = self._saver.writer.damaged.get(step)
-        if step in self._existing and damaged is None:
-            raise StepOrderError(f"step {step} exists in {self._root} already and is not overwritten")
-        self._saver.save(
-            state,
-            step=step,
-            begun=begun + waited,
-            waited_secs=waited,
-            final=final,
-            item=self.config.item or "default",
-            data_state=data_state.encode(self._data),
-            metrics=_taken(metrics or {}),
-            extra=_checked_json(extra),
-            replaces=damaged,
-        )
+        with self._saver.writer.announced(step):
+            final = self._root / str(step)
+            damaged = self._saver.writer.damaged.get(step)
+            if step in self._existing and damaged is None:
+                raise StepOrderError(f"step {step} exists in {self._root} already and is not overwritten")
+            self._saver.save(
+                state,
+                step=step,
+                begun=begun + waited,
+                waited_secs=waited,
+                final=final,
+                item=self.config.item or "default",
+                data_state=data_state.encode(self._data),
+                metrics=_taken(metrics or {}),
+                extra=_checked_json(extra),
+                replaces=damaged,
+            )
         self._saved = step
         logger.debug("step %d: snapshot taken in %.1f ms", step, (time.perf_counter() - begun - waited) * 1e3)
         if not self.config.async_save:
@@ -355,16 +356,23 @@ class CheckpointCallback:
 
     def _restore(self, directory: Directory, state: Any, init: Any, skip: Sequence[str]) -> Any:
         group = self._saver.group
-        with group.channel(f"reading {directory}").agreed():
+        with group.channel(f"reading step {directory.name}").agreed():
             # A context of its own: TensorStore caches by path, where another checkpoint may have been before.
             stored = open_checkpoint(directory, self.config.item, new_context())
             position = data_state.stored_state(stored, self._data, group.process, group.processes)
             leaves, structure = _filled(state, init, skip)
             fit = Fit(stored, leaves, structure, skip=skip)
             fit.read_share(group.process, group.processes)
+        asked = group.channel(f"what to read of step {directory.name}").share(fit.assignment_digest())
+        if differing := [p for p, digest in enumerate(asked) if digest != asked[0]]:
+            raise TreeMismatchError(
+                f"step {directory.name}: processes {differing} ask for other leaves or other shardings than process 0; "
+                "`state` and `skip` must be the same in all"
+            )
         restored = fit.finish(group.process, group.processes)
         self.extra = stored.own.get("extra")
-        with group.channel(f"positioning the data for {directory}").agreed():  # else the others would train without one
+        # Agreed, too: else the others would train without the data of one.
+        with group.channel(f"positioning the data for step {directory.name}").agreed():
             if position is not None:
                 data_state.put_back(position, self._data, stored)
         return restored

@@ -218,17 +218,16 @@ class SavePlan:
         """Bytes of the state."""
         return sum(leaf.layout.nbytes for leaf in self.leaves)
 
-    def fingerprint(self) -> str:
-        """A digest of the plan: equal in all processes that see the same state."""
-        seen = hashlib.sha256()
+    @functools.cached_property
+    def leaf_digests(self) -> list[str]:
+        """A short digest of each leaf and its slices: equal in all processes that see the same state."""
+        digests = []
         for leaf in self.leaves:
             layout = leaf.layout
             mesh = layout.mesh and (layout.mesh.axes, layout.mesh.device_ids)
-            seen.update(
-                repr((layout.name, layout.shape, layout.dtype.name, layout.spec, leaf.chunk_shape, mesh)).encode()
-            )
-            seen.update(leaf.owners.tobytes())
-        return seen.hexdigest()
+            text = repr((layout.name, layout.shape, layout.dtype.name, layout.spec, leaf.chunk_shape, mesh))
+            digests.append(hashlib.sha256(text.encode() + leaf.owners.tobytes()).hexdigest()[:12])
+        return digests
 
     @property
     def device_balance(self) -> float:

@@ -7,7 +7,9 @@ data loader's worker ends when it is told to.
 
 Where `jax.distributed` runs, its preemption service catches SIGTERM in whichever process gets it, and agrees on a call
 that all processes have yet to reach: there it is polled at every call, by the number of the call (it compares for
-equality, so step numbers that skip would miss it), and no handler is installed, which would disable the service.
+equality, so step numbers that skip would miss it). Calls of all watches are counted together, in the order they have
+in every process, and all that stand when one of them reaches that call are told. No handler is installed for SIGTERM,
+which would disable the service; those of other signals send the process a SIGTERM.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import logging
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,12 +30,16 @@ from flax_rpsave import _compat
 logger = logging.getLogger("flax_rpsave")
 
 
+_calls = itertools.count(1)
+_watches: weakref.WeakSet[PreemptionWatch] = weakref.WeakSet()
+
+
 class PreemptionWatch:
     """Watches for the announcement of a preemption.
 
     Args:
-      signals: Names such as "SIGTERM", for a process alone; None watches for nothing. Python installs handlers in the
-        main thread only; elsewhere this is logged and nothing is watched.
+      signals: Names such as "SIGTERM"; None watches for nothing. Python installs handlers in the main thread only;
+        elsewhere this is logged, and nothing but the preemption service is watched.
     """
 
     def __init__(self, signals: Sequence[str] | None):
@@ -40,9 +47,11 @@ class PreemptionWatch:
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
         self._closed = False
-        self._calls = itertools.count(1)
         self._service = signals is not None and _compat.coordination_client() is not None
-        if not signals or self._service:
+        if self._service:
+            _watches.add(self)
+            signals = [name for name in signals or () if name != "SIGTERM"]
+        if not signals:
             return
         if threading.current_thread() is not threading.main_thread():
             logger.warning("preemption signals are not watched: the callback was not made in the main thread")
@@ -53,13 +62,15 @@ class PreemptionWatch:
 
     def poll(self) -> bool:
         """Whether the run is being preempted; call it once a step, in every process."""
-        if self._service and multihost_utils.reached_preemption_sync_point(next(self._calls)):
-            self.reason = "the preemption service"
+        if self._service and multihost_utils.reached_preemption_sync_point(next(_calls)):
+            for watch in _watches:
+                watch.reason = "the preemption service"
         return self.reason is not None
 
     def close(self) -> None:
         """Puts the handlers back that were there before."""
         self._closed = True
+        _watches.discard(self)
         for number, handler in self._before.items():
             if signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -67,7 +78,10 @@ class PreemptionWatch:
     def _note(self, number: int, frame: Any) -> None:
         before = self._before.get(number)
         if not self._closed and os.getpid() == self._process:
-            self.reason = signal.Signals(number).name
+            if self._service:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                self.reason = signal.Signals(number).name
         elif before in (signal.SIG_DFL, None):  # nobody watches (any more): the program ends, as it would without us
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -11,6 +11,7 @@ donation makes the runtime copy it for each device.
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import re
 import time
@@ -140,6 +141,13 @@ class Fit:
         self._assignment = assign(self._described(), placements, processes)
         mine = [c for chunks in self._assignment.values() for c in chunks if c.reader == process]
         self._own = self._stored.read_chunks(self._arrays, mine)
+
+    def assignment_digest(self) -> str:
+        """Equal in all processes that have come to the same assignment, by which they exchange what they read."""
+        seen = hashlib.sha256()
+        for name, chunks in self._assignment.items():
+            seen.update(repr((name, [(c.index, c.reader, sorted(c.takers)) for c in chunks])).encode())
+        return seen.hexdigest()
 
     def finish(self, process: int = 0, processes: int = 1) -> Any:
         """The target's structure with the stored values; NNX objects are updated in place, once all is read.

@@ -91,18 +91,20 @@ class Saver:
                 begun=begun,
             )
         )
-        aborted = True
+        aborted: BaseException | None = None
         try:
             with jax.profiler.TraceAnnotation("rpsave:dispatch"):
                 for group in range(snapshotter.groups):
                     if group and not run.wait_written():
                         break
                     run.hand_over(snapshotter.take(arrays, group))
-            aborted = False
-        except Exception as error:
-            raise SaveError(f"step {step}: its snapshot could not be taken: {error}") from error
+        except BaseException as error:
+            aborted = error
+            if isinstance(error, Exception):
+                raise SaveError(f"step {step}: its snapshot could not be taken: {error}") from error
+            raise
         finally:
-            run.end_call(aborted=aborted, in_background=self.config.async_save)
+            run.end_call(aborted, in_background=self.config.async_save)
 
     def compile_ahead(self, state: Any) -> None:
         """Begins to compile the snapshot programs for states like this one, on a thread of its own."""

@@ -31,7 +31,7 @@ from typing import Any
 import jax
 import tensorstore as ts
 
-from flax_rpsave import commit, divergence, documents
+from flax_rpsave import commit, divergence, documents, terms
 from flax_rpsave.agreement import Group
 from flax_rpsave.blocks import Helper
 from flax_rpsave.config import CheckpointConfig
@@ -120,7 +120,7 @@ class SaveRun:
         self._written = threading.Semaphore(0)
         self._call_ended = threading.Event()
         self._blocking_secs: float | None = None
-        self.aborted = False
+        self.aborted: BaseException | None = None
         self.failed = False
 
     def hand_over(self, snapshot: Snapshot) -> None:
@@ -132,7 +132,7 @@ class SaveRun:
         self._written.acquire()
         return not self.failed
 
-    def end_call(self, *, aborted: bool = False, in_background: bool = True) -> None:
+    def end_call(self, aborted: BaseException | None = None, *, in_background: bool = True) -> None:
         """The loop's thread is done with the save: no more groups come, and its blocking time is known."""
         self.aborted = aborted
         self._blocking_secs = time.perf_counter() - self.request.begun if in_background else None
@@ -158,15 +158,7 @@ class SaveRun:
 
         Process 0 removes the directory as soon as it knows of a failure, so others that still write fail for that.
         """
-        earlier = None
-        try:
-            if self._group.decides:
-                self._channel.decide(failure=error)
-            else:
-                earlier = self._channel.failed()
-                self._channel.report(None, failure=str(error))
-        except jax.errors.JaxRuntimeError as unheard:
-            logger.warning("step %d: the other processes could not be told: %s", self.request.step, unheard)
+        earlier = self._channel.give_up(error)
         if self._group.decides and self._temporary is not None:
             with contextlib.suppress(OSError):  # whatever stays is removed by the next run
                 commit.give_up(self._temporary, self.request.nonce)
@@ -231,14 +223,17 @@ class SaveRun:
     def _prepare(self) -> Directory:
         """The directory under its temporary name: made by process 0, which tells the others."""
         request = self.request
+        own = terms.terms_of(request.plan, request.config, request.item)
         if not self._group.decides:
-            return commit.workplace(request.final, self._channel.opened())
+            word = self._channel.opened()
+            terms.check(self._group.process, own, word["terms"], request.plan)
+            return commit.workplace(request.final, word["nonce"])
         if request.replaces is not None and request.replaces.exists():  # else an earlier try has moved it
             commit.move_aside(request.replaces, "damaged", request.nonce)
         self._temporary = commit.workplace(request.final, request.nonce)  # whatever of it is there when this fails
         temporary = commit.prepare(request.final, request.nonce)
         self._warn_of_little_room(temporary)
-        self._channel.open(request.nonce)
+        self._channel.open({"nonce": request.nonce, "terms": own})
         return temporary
 
     def _warn_of_little_room(self, temporary: Directory) -> None:
@@ -253,8 +248,8 @@ class SaveRun:
     def _groups(self) -> Iterator[Snapshot]:
         while (snapshot := self._snapshots.get()) is not None:
             yield snapshot
-        if self.aborted:
-            raise SaveError(f"step {self.request.step} was given up: the call that took its snapshot failed")
+        if self.aborted is not None:
+            raise SaveError(f"the call that took the snapshot failed: {self.aborted}")
 
     def _finish(self, engine: Engine, fingerprints: divergence.Fingerprints) -> tuple[Written, dict[str, Any]]:
         """Writes what is this process's beside the arrays; returns what was written, and the report of it."""
@@ -265,7 +260,7 @@ class SaveRun:
             {**engine.digests, **{key: documents.digest(value) for key, value in values.items()}}
         )
         values[index_key(process)] = index
-        report: dict[str, Any] = {"index": documents.digest(index), "plan": request.plan.fingerprint()}
+        report: dict[str, Any] = {"index": documents.digest(index)}
         if request.config.replica_parallel.check_divergence is not None:
             report["replicas"] = divergence.build_report(request.plan, process, self._group.processes, fingerprints)
         return engine.finish(values), report
@@ -274,12 +269,6 @@ class SaveRun:
         self, temporary: Directory, item: Directory, reports: Sequence[Mapping[str, Any]], context: ts.Context
     ) -> None:
         request = self.request
-        for process, report in enumerate(reports):
-            if report["plan"] != reports[0]["plan"]:
-                raise SaveError(
-                    f"process {process} has another state than process 0: its leaves, their shapes or their shardings "
-                    "differ. Leaves that several processes hold must lie on one mesh in all of them."
-                )
         if request.config.replica_parallel.check_divergence is not None:
             self._check_replicas([report["replicas"] for report in reports])
         use_ocdbt = request.config.storage.use_ocdbt
@@ -372,6 +361,17 @@ class Writer:
         self._thread = thread
         return run
 
+    @contextlib.contextmanager
+    def announced(self, step: int) -> Iterator[None]:
+        """Runs what begins a save; where it fails before the save has begun, the other processes hear why."""
+        before = self._thread
+        try:
+            yield
+        except BaseException as error:
+            if self._thread is before:
+                self._group.channel(f"step {step}").give_up(error)
+            raise
+
     def wait(self) -> float:
         """Waits for the save under way; returns the seconds that this took."""
         if self._thread is None:
@@ -406,7 +406,7 @@ class Writer:
         try:
             self.stats = run.execute(helper)
         except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
-            if not run.aborted:  # else the call itself has raised
+            if run.aborted is None:  # else the call itself has raised
                 self._error = error
                 logger.error("step %d was not saved: %s", run.request.step, error)
             return

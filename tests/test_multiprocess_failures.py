@@ -323,17 +323,60 @@ def test_a_directory_that_is_not_shared_is_named_as_the_reason(tmp_path):
     assert rps.CheckpointCallback({"directory": str(tmp_path / "run0")}).all_steps() == []
 
 
-def test_processes_with_different_states_are_refused(tmp_path):
+def test_what_differs_between_processes_or_fails_in_the_call_of_one_is_named_in_all(tmp_path):
     script = loop("""
-    with rps.CheckpointCallback(config) as checkpoint:
-        checkpoint(1, {**make(1), f"only{process}": np.ones(3)})
+    def told(checkpoint, step, state, **keys):
         try:
+            checkpoint(step, state, **keys)
             checkpoint.wait()
-        except rps.SaveError as error:
+            say("saved", step)
+        except (rps.RPSaveError, TypeError) as error:
+            say(" ".join(str(error).split()))
+
+    with rps.CheckpointCallback(config) as checkpoint:
+        told(checkpoint, 1, {**make(1), f"only{process}": np.ones(3)})
+        told(checkpoint, 2, make(2), extra={} if process else {"set": {1}})
+        told(checkpoint, 3, make(3), extra={"set": {1}} if process else {})
+        gone = make(4)
+        if process:
+            gone["w"].delete()
+        told(checkpoint, 4, gone)
+        told(checkpoint, 5, make(5))
+    storage = {"compression": "zstd" if process else None}
+    with rps.CheckpointCallback({**config, "storage": storage}) as checkpoint:
+        checkpoint.resume(make(0))
+        told(checkpoint, 6, make(6))
+        say(checkpoint.all_steps())
+    # Another name of the same directory, in one of them.
+    if process:
+        os.symlink(directory(), directory() + "-link")
+    with rps.CheckpointCallback({**config, "directory": directory() + "-link" * process}) as checkpoint:
+        say(checkpoint.resume(make(0))[1])
+        try:
+            checkpoint.resume(make(0), skip=["w"] if process else [])
+        except rps.TreeMismatchError as error:
             say(error)
+        say(checkpoint.resume(make(0))[1])
     """)
-    for result in run(script, 2, args=[str(tmp_path / "run"), "20"]):
-        assert "another state" in result.said[0]
+    results = run(script, 2, args=[str(tmp_path / "run"), "20"])
+    expected = [
+        "has another state than process 0 (3 and 3 arrays)",
+        "JSON can hold",
+        "JSON can hold",
+        "deleted",
+        "saved 5",
+        "checkpoint.storage.compression is 'zstd', in process 0 None",
+        "[5]",
+        "5",
+        "processes [1] ask for other leaves",
+        "5",
+    ]
+    for result in results:
+        assert len(result.said) == len(expected)
+        for said, part in zip(result.said, expected, strict=True):
+            assert part in said
+        assert "could not be told" not in result.output
+    assert "only1: float64[3], on no mesh" in results[0].said[0]
 
 
 @pytest.mark.usefixtures("each_engine")
@@ -354,15 +397,22 @@ def test_one_damaged_chunk_makes_all_processes_fall_back_to_the_step_before(tmp_
 
 def test_sigterm_in_any_process_saves_the_same_step_in_all_and_sets_should_stop(tmp_path):  # report 43
     script = loop("""
-    with rps.CheckpointCallback({**config, "save_interval_steps": 1000000}) as checkpoint:
+    config = {**config, "save_interval_steps": 1000000, "preemption_signals": ["SIGTERM", "SIGUSR2"]}
+    other = rps.CheckpointCallback({**config, "directory": directory() + "-other"})  # called less often
+    with rps.CheckpointCallback(config) as checkpoint:
         step = 0
         while not checkpoint.should_stop:
             step += 3
             checkpoint(step, make(step))
+            if step % 5 == 0:
+                other(step, make(step))
             time.sleep(0.01)
             if step == 30:
                 say("running")
         stopped_at = step
+        other(step + 1, make(step))
+        say(other.should_stop)
+        other.close()
         while step < stopped_at + 30:  # what `should_stop` says is the loop's to heed: nothing exits by itself
             step += 3
             checkpoint(step, make(step))
@@ -374,9 +424,10 @@ def test_sigterm_in_any_process_saves_the_same_step_in_all_and_sets_should_stop(
         for line in running[victim].stdout:
             if "running" in line:
                 break
-        os.kill(running[victim].pid, signal.SIGTERM)
+        os.kill(running[victim].pid, random.choice([signal.SIGTERM, signal.SIGUSR2]))
         results = ended(running)
     assert [result.code for result in results] == [0, 0, 0, 0]
+    assert {result.said[-2] for result in results} == {"True"}
     (last,) = {result.said[-1] for result in results}
     step = int(last.split()[0])
     assert step >= 30

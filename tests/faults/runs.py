@@ -1,5 +1,6 @@
 """The small state that the loops here save: a function of the step, so that a wrong value is always found."""
 
+import os
 import pathlib
 from typing import Any
 
@@ -9,7 +10,9 @@ import orbax.checkpoint as ocp
 
 from tests.trees import mesh_of, on
 
-_LARGE = 300_000  # elements; from 1 MiB on, chunks are written and read past the page cache
+FILES_VARIABLE = "RPSAVE_TEST_FILES"
+"""Environment variable: set where each chunk is to be a file."""
+_LARGE = 300_000  # elements; from 1 MiB on, chunks are aligned in a data file, and read past the page cache
 
 
 def state_at(step: int) -> dict[str, Any]:
@@ -28,6 +31,7 @@ def config(root: pathlib.Path, **keys: Any) -> dict[str, Any]:
         "directory": str(root),
         "save_interval_steps": 1,
         "replica_parallel": {"min_slice_bytes": 500},
+        "storage": {"use_ocdbt": FILES_VARIABLE not in os.environ},
         **keys,
     }
 
