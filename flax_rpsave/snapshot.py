@@ -137,10 +137,9 @@ class Snapshotter:
         return max((sum(program.local_nbytes for program in group) for group in self._groups), default=0)
 
     def compile(self) -> None:
-        """Compiles what is not compiled yet, and has the staging memory touched where it is kept between saves.
+        """Compiles what is not compiled yet, and touches the staging memory where it is kept between saves.
 
-        Safe to call from another thread, ahead of the first save, which waits for a compilation under way, but for no
-        memory: the runtime orders that.
+        Safe to call from another thread, ahead of the first save, which waits for what is still under way.
         """
         for group in self._groups:
             for program in group:
