@@ -49,8 +49,9 @@ class PreemptionWatch:
         self._closed = False
         self._service = signals is not None and _compat.coordination_client() is not None
         if self._service:
-            _watches.add(self)
             signals = [name for name in signals or () if name != "SIGTERM"]
+        if self._service or signals:
+            _watches.add(self)
         if not signals:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -75,14 +76,18 @@ class PreemptionWatch:
             if signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
+    def _watches_for(self, number: int) -> bool:
+        return not self._closed and number in self._before and os.getpid() == self._process
+
     def _note(self, number: int, frame: Any) -> None:
         before = self._before.get(number)
-        if not self._closed and os.getpid() == self._process:
+        if self._watches_for(number):
             if self._service:
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
                 self.reason = signal.Signals(number).name
-        elif before in (signal.SIG_DFL, None):  # nobody watches (any more): the program ends, as it would without us
+        elif before in (signal.SIG_DFL, None) and not any(watch._watches_for(number) for watch in _watches):
+            # Nobody watches (any more): the program ends, as it would without us.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if callable(before):

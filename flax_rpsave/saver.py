@@ -25,6 +25,8 @@ from flax_rpsave.writer import SaveRequest, SaveStats, Writer
 
 logger = logging.getLogger("flax_rpsave")
 
+_NAME_NBYTES = 255  # of a file, in every common file system
+
 
 class Saver:
     """Saves states; keeps the compiled snapshot programs of the last structure seen.
@@ -147,16 +149,24 @@ def _check_saveable(leaves: Sequence[Leaf], use_ocdbt: bool) -> None:
     for leaf in leaves:
         if isinstance(leaf.original, jax.ShapeDtypeStruct):
             raise UnsupportedLeafError(f"leaf {leaf.label} is a ShapeDtypeStruct: a shape, but no values to save")
-        if not use_ocdbt and leaf.is_array and leaf.name.partition("/")[0] in DOCUMENT_NAMES:
+        if not use_ocdbt and leaf.is_array and (what := _unlike_files(leaf.name)):
             raise UnsupportedLeafError(
-                f"leaf {leaf.label} would lie where a document of the checkpoint does; rename its key, or use the "
-                "OCDBT format (storage.use_ocdbt: true)"
+                f"leaf {leaf.label} would be {what}; rename its key, or use the OCDBT format (storage.use_ocdbt: true)"
             )
-        if not use_ocdbt and leaf.is_array and any(part.endswith(".__lock") for part in leaf.name.split("/")):
-            raise UnsupportedLeafError(
-                f"leaf {leaf.label} would be a directory that TensorStore takes for a lock; rename its key, or use the "
-                "OCDBT format (storage.use_ocdbt: true)"
-            )
+
+
+def _unlike_files(name: str) -> str:
+    """What an array of this name would be as a directory of chunk files, where that is no good; empty where it is."""
+    parts = name.split("/")
+    if parts[0] in DOCUMENT_NAMES:
+        return "where a document of the checkpoint is"
+    if any(part.endswith(".__lock") for part in parts):
+        return "a directory that TensorStore takes for a lock"
+    if "\\" in name:
+        return "a directory whose backslash TensorStore takes for a slash"
+    if any(len(part.encode()) > _NAME_NBYTES for part in parts):
+        return f"a directory with a name of more than {_NAME_NBYTES} bytes"
+    return ""
 
 
 @functools.lru_cache(maxsize=4096)

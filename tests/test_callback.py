@@ -715,6 +715,27 @@ def test_handlers_are_put_back_and_signals_reach_them_in_whatever_order_callback
     assert handled == [signal.SIGUSR1] * 4
 
 
+def test_a_signal_is_heard_by_who_still_watches_whoever_closed_before(tmp_path):
+    script = """
+    import os, signal, sys
+    import flax_rpsave as rps
+    def make(name):
+        return rps.CheckpointCallback({"directory": f"{sys.argv[1]}/{name}", "save_interval_steps": 100})
+    first, second = make("a"), make("b")
+    first.close()  # its handler stays below the other's
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert second(2, {"w": 1.0}) and second.should_stop
+    second.close()
+    with make("c") as third:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert third(3, {"w": 1.0}) and third.should_stop
+    """
+    done = faults.run_python(script, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "b" / "2").is_dir()
+    assert (tmp_path / "c" / "3").is_dir()
+
+
 def test_a_signal_ends_a_program_whose_callbacks_are_all_closed(tmp_path):
     done = faults.run_python(
         """

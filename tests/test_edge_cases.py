@@ -20,10 +20,19 @@ def test_a_leaf_named_as_a_document_is_refused_where_both_would_be_files(tmp_pat
     assert rps.load(tmp_path / "ocdbt")[name].tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("name", ["x.__lock", "x.__lock/y"])
-def test_a_leaf_named_as_a_lock_of_tensorstore_is_refused_where_it_would_be_a_directory(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("x.__lock", "lock"),
+        ("x.__lock/y", "lock"),
+        ("a\\b", "backslash"),
+        ("a\\", "backslash"),
+        ("k" * 300, "255 bytes"),
+    ],
+)
+def test_a_leaf_whose_name_is_no_directorys_is_refused_where_it_would_be_one(tmp_path, name, what):
     state = {name: jnp.ones(3)}
-    with pytest.raises(rps.UnsupportedLeafError, match=f"leaf {name} would be .*lock; rename its key"):
+    with pytest.raises(rps.UnsupportedLeafError, match=f"leaf .* would be .*{what}.*; rename its key"):
         rps.save(tmp_path / "raw", state, config={"storage": {"use_ocdbt": False}})
     assert list(tmp_path.iterdir()) == []
     rps.save(tmp_path / "ocdbt", state)
