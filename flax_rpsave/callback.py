@@ -317,6 +317,8 @@ class CheckpointCallback:
             steps = commit.committed_steps(self._root) if group.decides else {}
             if group.decides:
                 commit.warn_of_unmarked(self._root)
+                if not steps:
+                    commit.check_unprefixed(self._root)
         shared = group.channel("the steps").share(list(steps.items()))[0]
         return {int(step): str(name) for step, name in shared}
 
@@ -359,6 +361,9 @@ class CheckpointCallback:
         with group.channel(f"reading step {directory.name}").agreed():
             # A context of its own: TensorStore caches by path, where another checkpoint may have been before.
             stored = open_checkpoint(directory, self.config.item, new_context())
+            saved_as = stored.own.get("step")
+            if stored.item != stored.directory and saved_as not in (None, commit.step_number(directory.name)):
+                raise CorruptCheckpointError(f"{directory} was saved as step {saved_as}: it was copied or renamed")
             position = data_state.stored_state(stored, self._data, group.process, group.processes)
             leaves, structure = _filled(state, init, skip)
             fit = Fit(stored, leaves, structure, skip=skip)

@@ -26,12 +26,13 @@ import tensorstore as ts
 
 from flax_rpsave import documents, identity
 from flax_rpsave.directory import Directory
-from flax_rpsave.errors import CorruptCheckpointError, SaveError
+from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError, SaveError
 from flax_rpsave.store import database, index_key, open_database
 
 logger = logging.getLogger("flax_rpsave")
 
 _STEP = re.compile(r"[0-9]+")
+_PREFIXED = re.compile(r"[^.].*_\d+")
 _TMP = ".orbax-checkpoint-tmp"
 _DELETED = "deleted-"
 _LEFTOVER = re.compile(rf"[0-9]+{re.escape(_TMP)}-({_DELETED})?[0-9a-f]{{8}}")
@@ -58,6 +59,20 @@ def warn_of_unmarked(root: Directory) -> None:
             "%s: %s without %s, so passed over: not written whole, or by a version of Orbax that writes no marker",
             root, ", ".join(unmarked), documents.COMMIT,
         )  # fmt: skip
+
+
+def check_unprefixed(root: Directory) -> None:
+    """Refuses to begin beside the steps of a stock run with a `step_prefix`, which are not taken for steps here.
+
+    Raises:
+      NoCheckpointError: There are such.
+    """
+    places = [root / name for name in root.children() if _PREFIXED.fullmatch(name)]
+    if found := [place.name for place in places if documents.CHECKPOINT in place.files()]:
+        raise NoCheckpointError(
+            f"{root} has {', '.join(found)}, steps of a run with a step_prefix, which is not read here: rename them to "
+            "their numbers, or choose another directory. Nothing was started from zero beside them."
+        )
 
 
 def is_committed(step: Directory) -> bool:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import flax_rpsave as rps
@@ -713,6 +714,27 @@ def test_handlers_are_put_back_and_signals_reach_them_in_whatever_order_callback
     third.close()
     kill_self(signal.SIGUSR1)
     assert handled == [signal.SIGUSR1] * 4
+
+
+def test_a_step_under_another_steps_name_is_passed_over(root):
+    with rps.CheckpointCallback(config(root, save_interval_steps=1)) as checkpoint:
+        checkpoint(1, state_at(1))
+        checkpoint(2, state_at(2))
+    shutil.copytree(root / "1", root / "7")
+    with rps.CheckpointCallback(config(root, save_interval_steps=1)) as checkpoint:
+        _, step = checkpoint.resume(state_at(0))
+    assert step == 2
+
+
+def test_steps_of_a_stock_run_with_a_prefix_are_not_passed_over_in_silence(root):
+    with ocp.CheckpointManager(root, options=ocp.CheckpointManagerOptions(step_prefix="ckpt")) as manager:
+        manager.save(10, args=ocp.args.StandardSave(state_at(10)))
+        manager.wait_until_finished()
+    with (
+        rps.CheckpointCallback(config(root)) as checkpoint,
+        pytest.raises(rps.NoCheckpointError, match="ckpt_10, steps of a run with a step_prefix"),
+    ):
+        checkpoint.resume(state_at(0))
 
 
 def test_a_signal_is_heard_by_who_still_watches_whoever_closed_before(tmp_path):
