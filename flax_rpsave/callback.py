@@ -180,7 +180,8 @@ class CheckpointCallback:
             shardings. NNX objects are updated in place.
           step: Takes this step and no other.
           init: Makes the state where there is no checkpoint, for a `state` of `ShapeDtypeStruct`s.
-          skip: Patterns of leaf paths that keep the target's values, such as "opt_state/**" (`*`: within one key).
+          skip: Patterns of leaf paths that keep the target's values, such as "opt_state/**" (`*`: within one key);
+            leaves that only the checkpoint has are passed over by them.
           rewind: With `step`: move newer steps aside, under names that are no steps.
 
         Returns:

@@ -36,8 +36,13 @@ logger = logging.getLogger("flax_rpsave")
 _PROGRESS_SECS = 10.0  # how often a restore says how far it is
 
 
-def select(leaves: Sequence[Leaf], skip: Sequence[str]) -> list[int]:
+def select(leaves: Sequence[Leaf], skip: Sequence[str], stored: Sequence[str] = ()) -> list[int]:
     """Indices of the leaves that no `skip` pattern matches.
+
+    Args:
+      leaves: The target's.
+      skip: The patterns.
+      stored: Paths of the checkpoint's leaves, which the patterns may name as well.
 
     Raises:
       TreeMismatchError: A pattern matches nothing.
@@ -46,9 +51,9 @@ def select(leaves: Sequence[Leaf], skip: Sequence[str]) -> list[int]:
         raise TypeError(f"skip must be a list of patterns, got the string {skip!r}")
     patterns = {pattern: _compiled_pattern(pattern) for pattern in skip}
     for pattern, compiled in patterns.items():
-        if not any(compiled.fullmatch(leaf.label) for leaf in leaves):
+        if not any(compiled.fullmatch(path) for path in (*(leaf.label for leaf in leaves), *stored)):
             raise TreeMismatchError(
-                f"skip pattern {pattern!r} matches no leaf of the target; leaves are named like "
+                f"skip pattern {pattern!r} matches no leaf of the target or the checkpoint; leaves are named like "
                 f"{', '.join(repr(leaf.label) for leaf in leaves[:3])}"
             )
     return [i for i, leaf in enumerate(leaves) if not any(c.fullmatch(leaf.label) for c in patterns.values())]
@@ -94,13 +99,12 @@ class Fit:
         self._dtype = dtype
         self._sharding = sharding
         matching = [_compiled_pattern(pattern) for pattern in skip]
+        entries = stored.tree.entries if entries is None else entries
         offered = [
-            entry
-            for entry in (stored.tree.entries if entries is None else entries)
-            if not any(pattern.fullmatch("/".join(entry.path)) for pattern in matching)
+            entry for entry in entries if not any(pattern.fullmatch("/".join(entry.path)) for pattern in matching)
         ]
         by_path = {entry.path: entry for entry in offered}
-        wanted = [leaves[i] for i in select(leaves, skip)]
+        wanted = [leaves[i] for i in select(leaves, skip, ["/".join(entry.path) for entry in entries])]
         in_use = [by_path[leaf.path] for leaf in wanted if leaf.path in by_path]
         self._arrays = stored.open_arrays([entry for entry in in_use if entry.is_array])
         problems = []

@@ -716,6 +716,17 @@ def test_handlers_are_put_back_and_signals_reach_them_in_whatever_order_callback
     assert handled == [signal.SIGUSR1] * 4
 
 
+def test_skip_passes_over_what_only_the_checkpoint_has(root):
+    with rps.CheckpointCallback(config(root)) as checkpoint:
+        checkpoint(10, {**state_at(10), "sown": {"h": jnp.ones(3)}})
+    with rps.CheckpointCallback(config(root)) as checkpoint:
+        with pytest.raises(rps.TreeMismatchError, match="sown/h: in the checkpoint"):
+            checkpoint.resume(state_at(0))
+        state, step = checkpoint.resume(state_at(0), skip=["sown/**"])
+    assert step == 10
+    assert jax.tree.structure(state) == jax.tree.structure(state_at(0))
+
+
 def test_a_step_under_another_steps_name_is_passed_over(root):
     with rps.CheckpointCallback(config(root, save_interval_steps=1)) as checkpoint:
         checkpoint(1, state_at(1))
