@@ -10,9 +10,10 @@ The second thread is a `Helper`, which is started with the save: none could be s
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,7 +22,8 @@ import xxhash
 
 from flax_rpsave.chunk_bytes import ChunkBytes
 from flax_rpsave.direct_file import BLOCK_NBYTES, aligned_buffer
-from flax_rpsave.engine import Written
+from flax_rpsave.directory import FileDirectory
+from flax_rpsave.engine import Written, array_documents, document_digests
 from flax_rpsave.planner import LeafPlan
 from flax_rpsave.snapshot import Piece
 from flax_rpsave.store import chunk_key
@@ -95,13 +97,10 @@ class Value:
     digested: int = 0
 
 
-def chunk_value(piece: Piece, plan: LeafPlan, checksum: bool, written: Written) -> tuple[str, Value]:
-    """A chunk on its way to a file, and its key; it is counted as written."""
-    key = chunk_key(plan.layout.name, piece.chunk)
-    source = ChunkBytes(piece.data, plan.chunk_shape)
-    written.nbytes += source.nbytes
-    written.digests[key] = ""
-    return key, Value(key, source, xxhash.xxh3_64() if checksum else None)
+def plain_value(data: bytes | bytearray, key: str | None = None) -> Value:
+    """Bytes that need no digest."""
+    source = np.frombuffer(data, np.uint8)
+    return Value(key, ChunkBytes(source, source.shape))
 
 
 @dataclass(slots=True)
@@ -191,3 +190,61 @@ class BlockWriter:
                 value.digested = part.end
                 self._digesting.notify_all()
         return True
+
+
+class BlocksEngine:
+    """What the engines that write blocks have in common.
+
+    Args:
+      directory: Where the process's database lies, or the item.
+      plans: Plans of the leaves.
+      describe: Whether to write the arrays' documents, of all leaves: one process does.
+      checksum: Whether to take digests.
+      buffers: Memory for the blocks; no other engine uses it meanwhile.
+      helper: The second thread.
+      on_refusal: Called where the file system takes no direct writes: these then went through the page cache.
+      nbytes: About how many bytes of chunks there will be.
+    """
+
+    name = "direct"
+
+    def __init__(
+        self,
+        directory: FileDirectory,
+        plans: Sequence[LeafPlan],
+        describe: bool,
+        checksum: bool,
+        buffers: Buffers,
+        helper: Helper,
+        on_refusal: Callable[[], None],
+        nbytes: int = 0,
+    ):
+        self._plans = plans
+        self._described = plans if describe else ()
+        self._checksum = checksum
+        self._on_refusal = on_refusal
+        self._written = Written(digests=document_digests(self._described, checksum))
+        self._writer = BlockWriter(self._written.digests, buffers, helper)
+        self._open(directory, nbytes)
+
+    def _open(self, directory: FileDirectory, nbytes: int) -> None:
+        """Makes what the blocks go to."""
+        raise NotImplementedError
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """See `Engine.digests`."""
+        return self._written.digests
+
+    def _chunk(self, piece: Piece) -> Value:
+        """A chunk on its way to a file; it is counted as written."""
+        plan = self._plans[piece.leaf]
+        key = chunk_key(plan.layout.name, piece.chunk)
+        source = ChunkBytes(piece.data, plan.chunk_shape)
+        self._written.nbytes += source.nbytes
+        self._written.digests[key] = ""
+        return Value(key, source, xxhash.xxh3_64() if self._checksum else None)
+
+    def _small(self, values: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+        """What is written last: the arrays' documents, if this process writes them, and values by their keys."""
+        return itertools.chain(array_documents(self._described), values.items())

@@ -9,74 +9,34 @@ write's wait for the disk.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
-import numpy as np
-
-from flax_rpsave.blocks import Block, BlockWriter, Buffers, Helper, Part, Value, chunk_value
-from flax_rpsave.chunk_bytes import ChunkBytes
+from flax_rpsave.blocks import Block, BlocksEngine, Part, Value, plain_value
 from flax_rpsave.direct_file import ALIGNMENT, BLOCK_NBYTES, DirectFile, sync_file_system
 from flax_rpsave.directory import FileDirectory
-from flax_rpsave.engine import Written, array_documents, document_digests
-from flax_rpsave.planner import LeafPlan
+from flax_rpsave.engine import Written
 from flax_rpsave.snapshot import Piece
 
 _DIRECT_NBYTES = 256 << 10  # of files from this size on; measured
 
 
-class ChunkFilesEngine:
-    """Writes a process's chunks to files, past the page cache where they are large.
+class ChunkFilesEngine(BlocksEngine):
+    """Writes a process's chunks to files, past the page cache where they are large."""
 
-    Args:
-      directory: The item's.
-      plans: Plans of the leaves.
-      describe: Whether to write the arrays' documents, of all leaves: one process does.
-      checksum: Whether to take digests.
-      buffers: Memory for the blocks; no other engine uses it meanwhile.
-      helper: The second thread.
-      on_refusal: Called where the file system takes no direct writes: these then went through the page cache.
-    """
-
-    name = "direct"
-
-    def __init__(
-        self,
-        directory: FileDirectory,
-        plans: Sequence[LeafPlan],
-        describe: bool,
-        checksum: bool,
-        buffers: Buffers,
-        helper: Helper,
-        on_refusal: Callable[[], None],
-    ):
-        self._plans = plans
-        self._describe = describe
-        self._checksum = checksum
-        self._on_refusal = on_refusal
-        self._written = Written()
-        if describe:
-            self._written.digests.update(document_digests(plans, checksum))
-        self._writer = BlockWriter(self._written.digests, buffers, helper)
+    def _open(self, directory: FileDirectory, nbytes: int) -> None:
+        del nbytes  # each file has its own length
         directory.make()
         self._files = _Files(os.fspath(directory.path))
 
-    @property
-    def digests(self) -> Mapping[str, str]:
-        """See `Engine.digests`."""
-        return self._written.digests
-
     def write(self, pieces: Iterable[Piece]) -> None:
         """See `Engine.write`."""
-        chunks = (chunk_value(piece, self._plans[piece.leaf], self._checksum, self._written) for piece in pieces)
-        self._writer.write(self._blocks(chunks))
+        self._writer.write(self._blocks(self._chunk(piece) for piece in pieces))
 
     def finish(self, values: Mapping[str, bytes]) -> Written:
         """See `Engine.finish`."""
-        documents = array_documents(self._plans) if self._describe else ()
-        self._writer.write(self._blocks(_plain(*entry) for entry in itertools.chain(documents, values.items())))
+        self._writer.write(self._blocks(plain_value(data, key) for key, data in self._small(values)))
         self._files.sync()
         if self._files.refused:
             self._on_refusal()
@@ -86,22 +46,17 @@ class ChunkFilesEngine:
         """See `Engine.close`."""
         self._files.close()
 
-    def _blocks(self, values: Iterable[tuple[str, Value]]) -> Iterator[Block]:
+    def _blocks(self, values: Iterable[Value]) -> Iterator[Block]:
         """The blocks of each value's file."""
-        for key, value in values:
+        for value in values:
+            assert value.key is not None
             nbytes = value.source.nbytes
             direct = nbytes >= _DIRECT_NBYTES
-            file = _ChunkFile(self._files, key, nbytes, direct)
+            file = _ChunkFile(self._files, value.key, nbytes, direct)
             for begin in range(0, nbytes, BLOCK_NBYTES):
                 end = min(nbytes, begin + BLOCK_NBYTES)
                 length = -(-(end - begin) // ALIGNMENT) * ALIGNMENT if direct else end - begin
                 yield Block(file, begin, length, [Part(value, begin, end, 0)])
-
-
-def _plain(key: str, data: bytes) -> tuple[str, Value]:
-    """Bytes that need no digest."""
-    source = np.frombuffer(data, np.uint8)
-    return key, Value(None, ChunkBytes(source, source.shape))
 
 
 class _Files:

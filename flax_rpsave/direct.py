@@ -2,66 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from flax_rpsave import ocdbt
-from flax_rpsave.blocks import Block, BlockWriter, Buffers, Helper, Part, Value, chunk_value
-from flax_rpsave.chunk_bytes import ChunkBytes
+from flax_rpsave.blocks import Block, BlocksEngine, Part, Value, plain_value
 from flax_rpsave.direct_file import ALIGNMENT, BLOCK_NBYTES, LARGE_NBYTES, DirectFile
 from flax_rpsave.directory import FileDirectory
 from flax_rpsave.documents import digest
-from flax_rpsave.engine import Written, array_documents, document_digests
-from flax_rpsave.planner import LeafPlan
+from flax_rpsave.engine import Written
 from flax_rpsave.snapshot import Piece
 from flax_rpsave.store import MAX_INLINE_NBYTES, OCDBT_MANIFEST
 
 _SMALL_ALIGNMENT = 64  # of values of less than `LARGE_NBYTES`
 
 
-class DirectEngine:
-    """Writes a process's database past the page cache.
+class DirectEngine(BlocksEngine):
+    """Writes a process's database past the page cache."""
 
-    Args:
-      directory: Where the database lies.
-      plans: Plans of the leaves.
-      describe: Whether to write the arrays' documents, of all leaves: one process does.
-      checksum: Whether to take digests.
-      buffers: Memory for the blocks; no other engine uses it meanwhile.
-      helper: The second thread.
-      on_refusal: Called where the file system takes no direct writes: these then went through the page cache.
-      nbytes: About how many bytes of chunks there will be.
-    """
-
-    name = "direct"
-
-    def __init__(
-        self,
-        directory: FileDirectory,
-        plans: Sequence[LeafPlan],
-        describe: bool,
-        checksum: bool,
-        buffers: Buffers,
-        helper: Helper,
-        on_refusal: Callable[[], None],
-        nbytes: int,
-    ):
+    def _open(self, directory: FileDirectory, nbytes: int) -> None:
         self._directory = directory
-        self._plans = plans
-        self._describe = describe
-        self._checksum = checksum
-        self._on_refusal = on_refusal
-        self._written = Written()
-        if describe:
-            self._written.digests.update(document_digests(plans, checksum))
         self._entries: list[ocdbt.Entry] = []
         self._end = 0
-        self._writer = BlockWriter(self._written.digests, buffers, helper)
         self._name = f"d/{secrets.token_hex(16)}"
         (directory / "d").make()
         self._file = DirectFile(os.fspath(directory.path / self._name))
@@ -71,11 +37,6 @@ class DirectEngine:
             self._file.close()
             raise
 
-    @property
-    def digests(self) -> Mapping[str, str]:
-        """See `Engine.digests`."""
-        return self._written.digests
-
     def write(self, pieces: Iterable[Piece]) -> None:
         """See `Engine.write`."""
         self._writer.write(self._blocks(self._chunks(pieces)))
@@ -83,8 +44,7 @@ class DirectEngine:
     def finish(self, values: Mapping[str, bytes]) -> Written:
         """See `Engine.finish`."""
         tail = bytearray()
-        documents = array_documents(self._plans) if self._describe else ()
-        for key, value in itertools.chain(documents, values.items()):
+        for key, value in self._small(values):
             if len(value) > MAX_INLINE_NBYTES:
                 self._entries.append((key.encode(), ocdbt.Location(self._name, self._end + len(tail), len(value))))
                 tail += value
@@ -99,8 +59,7 @@ class DirectEngine:
             commit_ns=time.time_ns(),
             max_inline_nbytes=MAX_INLINE_NBYTES,
         )
-        source = np.frombuffer(tail + nodes, np.uint8)
-        self._writer.write(self._blocks(iter([Value(None, ChunkBytes(source, source.shape))])))
+        self._writer.write(self._blocks(iter([plain_value(tail + nodes)])))
         self._file.finish(self._end)
         if self._file.refused:
             self._on_refusal()
@@ -116,15 +75,16 @@ class DirectEngine:
     def _chunks(self, pieces: Iterable[Piece]) -> Iterator[Value]:
         """The chunks that go to the data file; those that are small enough become entries here."""
         for piece in pieces:
-            key, value = chunk_value(piece, self._plans[piece.leaf], self._checksum, self._written)
+            value = self._chunk(piece)
+            assert value.key is not None
             if value.source.nbytes > MAX_INLINE_NBYTES:
                 yield value
                 continue
             inline = np.empty(value.source.nbytes, np.uint8)
             value.source.copy(0, inline)
-            self._entries.append((key.encode(), inline.tobytes()))
+            self._entries.append((value.key.encode(), inline.tobytes()))
             if self._checksum:
-                self._written.digests[key] = digest(np.ascontiguousarray(piece.data))
+                self._written.digests[value.key] = digest(np.ascontiguousarray(piece.data))
 
     def _blocks(self, values: Iterator[Value]) -> Iterator[Block]:
         """Gives each value its place in the data file; the blocks are in order and without gaps."""

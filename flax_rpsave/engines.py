@@ -94,8 +94,8 @@ class Engines:
             and (storage.use_ocdbt or self._mode == "direct" or reports_lost_writes(str(directory)))
         ):
             self._buffers = self._buffers or new_buffers()
-            common = (directory, plans, describe, storage.checksum, self._buffers, helper, self._refused)
-            return DirectEngine(*common, nbytes) if storage.use_ocdbt else ChunkFilesEngine(*common)
+            engine = DirectEngine if storage.use_ocdbt else ChunkFilesEngine
+            return engine(directory, plans, describe, storage.checksum, self._buffers, helper, self._refused, nbytes)
         return TensorStoreEngine(directory, plans, describe, storage, context)
 
     def _writes_directly(self, directory: FileDirectory, nbytes: int) -> bool:

@@ -7,7 +7,6 @@ import os
 import pathlib
 import tempfile
 import threading
-import weakref
 
 import hypothesis
 import hypothesis.strategies as st
@@ -25,7 +24,17 @@ from flax_rpsave.directory import FileDirectory
 from flax_rpsave.engine import TensorStoreEngine
 from flax_rpsave.store import new_context
 from tests import faults
-from tests.test_direct import DTYPES, check, chunk_shapes, is_direct, is_written_to, leaf, pieces_of, state_at
+from tests.test_direct import (
+    DTYPES,
+    check,
+    chunk_shapes,
+    is_direct,
+    is_written_to,
+    leaf,
+    pieces_of,
+    state_at,
+    watched_pieces_of,
+)
 
 VALUES = {".rpsave/process_0/index": b"i" * 300, ".rpsave/process_0/data": b"small"}
 
@@ -81,15 +90,8 @@ def test_a_file_of_many_blocks_is_whole_and_as_long_as_its_chunk(tmp_path):
 def test_no_chunk_is_referred_to_and_no_file_open_once_a_batch_is_written(tmp_path):
     plans = [leaf(str(i), (1000,), (1000,), "float32") for i in range(20)]
     refs = []
-
-    def pieces():
-        for piece in pieces_of(plans):
-            refs.append(weakref.ref(piece.data))
-            yield piece
-            del piece
-
     with files_engine(tmp_path, plans) as engine:
-        engine.write(pieces())
+        engine.write(watched_pieces_of(plans, refs))
         assert len(refs) == 20
         assert [ref() for ref in refs] == [None] * 20
         assert not written_to(tmp_path)

@@ -167,18 +167,19 @@ def test_chunks_of_many_blocks_have_their_digests_and_large_ones_are_aligned(tmp
         assert found[key][: piece.data.nbytes] == piece.data.tobytes()
 
 
+def watched_pieces_of(plans, refs):
+    """The pieces; weak references to their values go to `refs`."""
+    for piece in pieces_of(plans):
+        refs.append(weakref.ref(piece.data))
+        yield piece
+        del piece
+
+
 def test_no_chunk_is_referred_to_once_it_is_written(tmp_path):
     plans = [leaf(str(i), (1000,), (1000,), "float32") for i in range(20)]
     refs = []
-
-    def pieces():
-        for piece in pieces_of(plans):
-            refs.append(weakref.ref(piece.data))
-            yield piece
-            del piece
-
     with direct_engine(tmp_path, plans) as engine:
-        engine.write(pieces())
+        engine.write(watched_pieces_of(plans, refs))
         assert len(refs) == 20
         assert [ref() for ref in refs] == [None] * 20
         engine.finish({})
