@@ -83,10 +83,11 @@ def files(hosts: int) -> int:
 
 
 def requests(hosts: int, state_bytes: int) -> int:
-    """At most so many requests a save makes of an object store.
+    """About so many requests a save makes of an object store, whatever the number of leaves.
 
     A request a data file of 100 MiB; what else there is was counted with 1, 2 and 4 processes (tests/test_requests.py
-    counts that of one): databases opened, their manifests, the merge, the documents.
+    counts that of one): databases opened, their manifests, the merge, the documents. How often TensorStore looks again
+    at a manifest depends on timing: half and twice as many were seen.
     """
     data_files = hosts * math.ceil(state_bytes / hosts / _DATA_FILE_BYTES)
     return 28 + 23 * hosts + data_files
@@ -120,7 +121,7 @@ def section(results: dict[str, Any]) -> list[str]:
         "the same, no two layers alike, s",
         "largest ÷ mean bytes",
         "files a save",
-        "requests a save, at most",
+        "requests a save, about",
         f"≤ {TARGET_SECS:g} s",
     ]
     return ["### Planning, on paper", "", *table(["devices", *headings], rows), ""]

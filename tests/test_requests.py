@@ -59,5 +59,6 @@ def test_save_does_not_ask_once_a_leaf(monkeypatch):
         rps.save(f"s3://{BUCKET}/saved", state)
         saving = store.requests.total()
         loaded = rps.load(f"s3://{BUCKET}/saved")
-    assert saving <= planning.requests(1, 200 * 32) < len(state), store.requests
+    expected = planning.requests(1, 200 * 32)
+    assert expected / 2 < saving < 2 * expected < len(state), store.requests
     assert all((loaded[name] == value).all() for name, value in state.items())
