@@ -19,8 +19,11 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 PyTree = Any
+Index = tuple[slice, ...]
 Digests = list[dict[str, str]]
 """For each leaf in flattening order: which part of it (`"0:8,0:4"`) -> xxh3 of that part's bytes."""
+
+_ALIGNMENT = 64  # bytes: from this on CPU devices use a NumPy array's memory as it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Case:
         processes: how many processes hold it.
         kinds: the trials of a peer's turn, in their order; they share a directory.
         peers: the peers that the case is about; None for all that are asked for.
+        shared: replicas lie in the same host memory, so that a state fits of which there is no room for all copies; a
+            checkpointer that copies or writes each replica's part does as much as if they were apart.
         defaults: what its command takes where nothing is given (`run.settings`), so that it ends within minutes.
     """
 
@@ -49,6 +54,7 @@ class Case:
     processes: int = 1
     kinds: tuple[str, ...] = ("save", "restore")
     peers: tuple[str, ...] | None = None
+    shared: bool = False
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -58,7 +64,7 @@ class Case:
 
     def needed_bytes(self, scale: float) -> int:
         """Host memory that a trial needs at `scale`: all replicas, two staging copies, the page cache of one save."""
-        return state_bytes(self.build(scale)) * (self.replicas + 3)
+        return state_bytes(self.build(scale)) * ((1 if self.shared else self.replicas) + 3)
 
     def abstract(self, scale: float) -> PyTree:
         """The state's tree of `jax.ShapeDtypeStruct`s, with shardings."""
@@ -218,10 +224,24 @@ CASES = {
         build=_one_array(16384),
     ),
     "one_array_full": Case(
-        "one float32 array of 4.3 GB replicated on 8 devices: the original proposal's case (34 GB of host memory)",
+        "one float32 array of 4.3 GB replicated on 8 devices, whose replicas share their memory: the original "
+        "proposal's case at its full size",
         devices=8,
         replicas=8,
         build=_one_array(65536),
+        kinds=("save",),
+        shared=True,
+        defaults={"peers": _MANAGERS, "rounds": 1},
+    ),
+    "one_array_8_processes": Case(
+        "one float32 array replicated on 8 processes of one device: the original proposal's case at a quarter of its "
+        "4.3 GB",
+        devices=1,
+        replicas=8,
+        build=_one_array(16384),
+        processes=8,
+        kinds=("save",),
+        defaults={"peers": _MANAGERS, "rounds": 1},
     ),
     "small_leaves": Case(
         "20,000 float32 vectors of 1 to 64 KB, replicated on 8 devices",
@@ -299,7 +319,7 @@ def _values(path: str, leaf: jax.ShapeDtypeStruct, rng: np.random.Generator) -> 
     return values.astype(leaf.dtype, copy=False)
 
 
-def _key(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+def _key(index: Index, shape: tuple[int, ...]) -> str:
     bounds = (part.indices(size) for part, size in zip(index, shape, strict=True))
     return ",".join(f"{start}:{stop}" for start, stop, _ in bounds)
 
@@ -308,11 +328,14 @@ def _digest(values: np.ndarray) -> str:
     return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
 
 
-def materialize(abstract: PyTree, seed: int) -> tuple[PyTree, Digests]:
+def materialize(abstract: PyTree, seed: int, shared: bool = False) -> tuple[PyTree, Digests]:
     """Fills `abstract` with random values on its devices.
 
+    Args:
+        shared: CPU devices share the memory of a shard's replicas.
+
     Returns:
-        The state, its arrays ready and owning their memory; and the digest of every distinct shard. The same in all
+        The state, its arrays ready; and the digest of every distinct shard. The same in all
         processes that call this.
     """
     rng = np.random.default_rng(seed)
@@ -322,17 +345,20 @@ def materialize(abstract: PyTree, seed: int) -> tuple[PyTree, Digests]:
         host = _values(jax.tree_util.keystr(path), leaf, rng)
         parts = {_key(index, leaf.shape): index for index in leaf.sharding.devices_indices_map(leaf.shape).values()}
         digests.append({key: _digest(host[index]) for key, index in parts.items()})
-        arrays.append(
-            jax.make_array_from_callback(
-                leaf.shape, leaf.sharding, lambda index, host=host: _unaligned(host[index]), dtype=leaf.dtype
-            )
-        )
+        buffers = {key: _copy(host[index], aligned=True) for key, index in parts.items()} if shared else None
+
+        def on_device(index: Index, leaf=leaf, host=host, buffers=buffers) -> np.ndarray:
+            return buffers[_key(index, leaf.shape)] if buffers else _copy(host[index], aligned=False)
+
+        arrays.append(jax.make_array_from_callback(leaf.shape, leaf.sharding, on_device, dtype=leaf.dtype))
     return jax.block_until_ready(structure.unflatten(arrays)), digests
 
 
-def _unaligned(values: np.ndarray) -> np.ndarray:
-    """The same values where CPU devices must copy them: replicas share a NumPy array whose address 64 divides."""
-    copy = np.empty(values.size + 1, values.dtype)[1:].reshape(values.shape)
+def _copy(values: np.ndarray, aligned: bool) -> np.ndarray:
+    """The same values at an address that 64 divides, where all CPU devices use the array itself, or where they copy."""
+    buffer = np.empty(values.nbytes + 2 * _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT + (0 if aligned else values.itemsize)
+    copy = buffer[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
     copy[...] = values
     return copy
 

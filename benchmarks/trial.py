@@ -34,8 +34,8 @@ _MOST_DONATED = 1000
 def save(request: Request) -> dict[str, Any]:
     """Saves `1 + repeats` times into fresh directories. Leaves the last checkpoint and its digests for `restore`."""
     root = Path(request.directory)
-    abstract = states.CASES[request.case].abstract(request.scale)
-    state, digests = states.materialize(abstract, request.seed)
+    case = states.CASES[request.case]
+    state, digests = states.materialize(case.abstract(request.scale), request.seed, case.shared)
     if request.process == 0:
         (root / "digests.json").write_text(json.dumps(digests))
     meters.give_back()

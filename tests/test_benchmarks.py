@@ -468,8 +468,8 @@ def test_case_that_does_not_fit_in_memory_is_skipped_and_says_so(monkeypatch, ca
     from benchmarks import meters
 
     monkeypatch.setattr(meters, "available_bytes", lambda: 10**9)
-    entry = run.Bench(run.parse(["--case", "one_array_full"])).run_case("one_array_full")
-    assert "needs 47 GB of memory, and 1 GB are available" in entry["skipped"]
+    entry = run.Bench(run.parse(["--case", "one_array"])).run_case("one_array")
+    assert "needs 12 GB of memory, and 1 GB are available" in entry["skipped"]
     assert "skipped" in capsys.readouterr().out
 
 
@@ -483,6 +483,14 @@ def test_a_flipped_bit_in_one_replica_is_found():
     flipped = {"array": jax.device_put(host, state["array"].sharding)}
     (found,) = states.differences(flipped, abstract, digests)
     assert "['array']: bytes on" in found
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_replicas_share_memory_where_a_case_says_so(shared):
+    abstract = states.CASES["one_array_full"].abstract(0.0001)
+    state, digests = states.materialize(abstract, seed=0, shared=shared)
+    assert states.differences(state, abstract, digests) == []
+    assert states.shared_bytes(state) == (7 * states.state_bytes(abstract) if shared else 0)
 
 
 def test_gpu_script_runs_on_any_device(tmp_path, capsys, monkeypatch):
