@@ -7,8 +7,9 @@
 
 What must come of it: an error of this package, or the values that were saved. Where nothing in the checkpoint can tell
 (`Mutant.defined` is False) the values may be others, but every other promise holds: no foreign exception, no hang, no
-crash, no memory without bound. That is so for documents and arrays' documents of stock Orbax, and for documents of ours
-whose digests were brought in line. The bytes of stock Orbax's chunks are not changed at all.
+crash, no memory without bound. That is so for documents and arrays' documents of what has no digests, which is stock
+Orbax's and `checksum: false`, and for documents of ours whose digests were brought in line. The bytes of chunks without
+digests are not changed at all.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ from flax_rpsave.directory import open_directory
 from flax_rpsave.nodes import walk
 from flax_rpsave.store import database, new_context, open_database
 
-LAYOUTS = ("direct", "tensorstore", "files", "stock", "stock files")
+LAYOUTS = ("direct", "tensorstore", "files", "direct files", "unchecked", "stock", "stock files")
+"""Ours by engine, without a database (files), without digests of chunks (unchecked); those of stock Orbax."""
+_WITHOUT_DIGESTS = ("unchecked", "stock", "stock files")
+_WITHOUT_DATABASE = ("files", "direct files", "stock files")
 HANG_SECS = 60
 ROOM_NBYTES = 1 << 30  # address space for one read of a checkpoint of some kilobytes
 
@@ -79,8 +83,9 @@ def save(directory: pathlib.Path, layout: str, number: int) -> None:
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(directory, ocp.args.PyTreeSave(tree_of(number)))
         return
-    os.environ["RPSAVE_ENGINE"] = "direct" if layout == "direct" else "tensorstore"
-    keys = {"storage": {"use_ocdbt": layout != "files"}, "replica_parallel": {"min_slice_bytes": 100}}
+    os.environ["RPSAVE_ENGINE"] = "tensorstore" if layout in ("tensorstore", "files") else "direct"
+    storage = {"use_ocdbt": layout not in _WITHOUT_DATABASE, "checksum": layout != "unchecked"}
+    keys = {"storage": storage, "replica_parallel": {"min_slice_bytes": 100}}
     rps.save(directory, tree_of(number), config=keys)
 
 
@@ -109,13 +114,13 @@ class Mutant:
     defined: bool = True
 
     @property
-    def stock(self) -> bool:
-        return self.layout.startswith("stock")
+    def unchecked(self) -> bool:
+        return self.layout in _WITHOUT_DIGESTS
 
     def change(self) -> None:
         """Changes something."""
         kinds = [self._bytes] * 3 + [self._document] * 2
-        if self.layout not in ("files", "stock files"):
+        if self.layout not in _WITHOUT_DATABASE:
             kinds.append(self._value)
         self.chance.choice(kinds)()
 
@@ -123,13 +128,13 @@ class Mutant:
         path = self.chance.choice(sorted(self.files))
         data = self.files[path]
         ways = ["delete", "cut", "append"]
-        if not self._has_stock_chunks(path):
+        if not self._has_unchecked_chunks(path):
             ways += ["flip", "overwrite", "insert", "leave out", "other file", "other step"]
         elif self.chunks.get(path):
             ways += ["flip", "overwrite"]
         way = self.chance.choice(ways)
         self.done.append(f"{way} in {path}")
-        if self.stock and not self._is_of_database(path) and way not in ("delete", "cut"):
+        if self.unchecked and not self._is_of_database(path) and way not in ("delete", "cut"):
             self.defined = False
         if way == "delete":
             del self.files[path]
@@ -139,7 +144,7 @@ class Mutant:
         elif way == "other step":
             data = self.others.get(path, b"")
         else:
-            data = self._changed(data, way, self.chunks.get(path, []) if self.stock else [])
+            data = self._changed(data, way, self.chunks.get(path, []) if self.unchecked else [])
         self.files[path] = data
 
     def _changed(self, data: bytes, way: str, kept: list[tuple[int, int]]) -> bytes:
@@ -160,8 +165,8 @@ class Mutant:
                 changed[place] ^= 1 << self.chance.randrange(8) if way == "flip" else some[place - at]
         return bytes(changed)
 
-    def _has_stock_chunks(self, path: str) -> bool:
-        return self.stock and (bool(self.chunks.get(path)) or "/c/" in path or path.endswith("/c"))
+    def _has_unchecked_chunks(self, path: str) -> bool:
+        return self.unchecked and (bool(self.chunks.get(path)) or "/c/" in path or path.endswith("/c"))
 
     def _is_of_database(self, path: str) -> bool:
         return path.endswith("manifest.ocdbt") or "/d/" in f"/{path}" or "/c/" in f"/{path}"
@@ -179,7 +184,7 @@ class Mutant:
             changed = documents.seal(changed)
         self.files[path] = changed
         self.done.append(f"JSON of {path}")
-        if self.stock:
+        if self.unchecked:
             self.defined = False
         elif self.chance.random() < 0.4 and path != documents.COMMIT and documents.COMMIT in self.files:
             marker = self.files[documents.COMMIT]
@@ -226,7 +231,7 @@ class Mutant:
                 data = bytes(store.read(key).result().value)
                 way = self.chance.choice(["delete", "cut", "flip", "append", "other key", "JSON"])
                 is_chunk = not key.endswith((b"zarr.json", b"/index", b"/data"))
-                if way == "JSON" or (self.stock and is_chunk and way != "delete"):
+                if way == "JSON" or (self.unchecked and is_chunk and way != "delete"):
                     way, key = "JSON", self.chance.choice([key for key in keys if key.endswith(b"zarr.json")])
                     new = self._other_json(bytes(store.read(key).result().value))
                 elif way == "other key":
@@ -238,7 +243,7 @@ class Mutant:
                 return
             self.files = _files(self.place)
             self.done.append(f"{way} of {key.decode()} in the database")
-            self.defined = self.defined and (not self.stock or way == "delete")
+            self.defined = self.defined and (not self.unchecked or way == "delete")
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -321,7 +326,7 @@ def main(folder: pathlib.Path, layout: str, seed: int, first: int, count: int) -
         originals.append(_files(folder / str(number)))
     files, others = originals
     chunks: dict[str, list[tuple[int, int]]] = {}
-    if layout == "stock":
+    if layout in _WITHOUT_DIGESTS and layout not in _WITHOUT_DATABASE:
         for node in walk(open_directory(folder / "1", new_context()), new_context(), _refuse):
             for value in node.places.values():
                 if value is not None:
