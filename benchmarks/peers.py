@@ -115,16 +115,16 @@ class OrbaxPyTree(OrbaxDefault):
 
 
 class RPSave(Peer):
-    """This project with its defaults (checksums on), but for `replica_parallel`, keys of that block.
+    """This project with its defaults (checksums on), but for keys of some blocks of the configuration.
 
     The directory is a path or an s3:// URL.
     """
 
-    def __init__(self, directory: Path | str, **replica_parallel: Any) -> None:
+    def __init__(self, directory: Path | str, **blocks: dict[str, Any]) -> None:
         super().__init__(directory)
         from flax_rpsave import CheckpointCallback  # so that a trial of another peer does not load it
 
-        self._checkpoint = CheckpointCallback({"directory": str(directory), "replica_parallel": replica_parallel})
+        self._checkpoint = CheckpointCallback({"directory": str(directory), **blocks})
 
     def prepare(self, state: PyTree) -> None:
         self._checkpoint.resume(state)
@@ -187,8 +187,11 @@ _FASTEST = {"use_ocdbt": False, "use_zarr3": True, "use_compression": False}
 
 PEERS = {
     "rpsave": Entry("flax_rpsave", RPSave),
-    "rpsave_check": Entry("flax_rpsave, check_divergence: fail", RPSave, {"check_divergence": "fail"}),
-    "rpsave_single": Entry("flax_rpsave, single-replica", RPSave, {"enable": False}),
+    "rpsave_unchecked": Entry("flax_rpsave, checksum: false", RPSave, {"storage": {"checksum": False}}),
+    "rpsave_check": Entry(
+        "flax_rpsave, check_divergence: fail", RPSave, {"replica_parallel": {"check_divergence": "fail"}}
+    ),
+    "rpsave_single": Entry("flax_rpsave, single-replica", RPSave, {"replica_parallel": {"enable": False}}),
     "orbax_default": Entry("Orbax defaults", OrbaxDefault),
     "orbax_rp": Entry("Orbax replica-parallel", OrbaxPyTree, {"replica_parallel": True}),
     "orbax_single": Entry("Orbax single-replica", OrbaxPyTree, {"replica_parallel": False}),

@@ -67,6 +67,8 @@ TARGETS = {
         Target("CPU-seconds a save", CPU, "orbax_rp", 1 / 2),
         Target("CPU-seconds a save", CPU, "orbax_default", 1 / 8),
         Target("CPU-seconds a save", CPU, "gigabytes", 0.45),
+        Target("what checksums cost: save to commit", COMMIT, "rpsave_unchecked", 1.2),
+        Target("what checksums cost: CPU-seconds a save", CPU, "rpsave_unchecked", 1.2),
         Target("peak memory of a save (R = 8: the owner slices are the state)", PEAK, "state", 1.15),
         Target("peak memory of a save", PEAK, "state", 1.1),
         Target("restore", RESTORE, "orbax_rp", 1 / 3),
