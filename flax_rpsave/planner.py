@@ -192,7 +192,11 @@ class LeafPlan:
 
     def start(self, t: int) -> tuple[int, ...]:
         """Where slice t begins within its shard."""
-        return tuple(int(i) * c for i, c in zip(np.unravel_index(t, self.grid), self.chunk_shape, strict=True))
+        begins = []
+        for count, size in zip(reversed(self.grid), reversed(self.chunk_shape), strict=True):
+            t, index = divmod(t, count)
+            begins.append(index * size)
+        return tuple(reversed(begins))
 
     def chunk_box(self, index: tuple[int, ...]) -> tuple[slice, ...]:
         """The part of the global array that a chunk holds."""

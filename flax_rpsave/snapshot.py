@@ -224,9 +224,10 @@ class Snapshotter:
             for shard in value.addressable_shards:
                 replica, shard_index = plan.layout.place(shard.device.id)
                 for t in np.flatnonzero(plan.owners == replica).tolist():
-                    box = tuple(slice(o, o + c) for o, c in zip(plan.start(t), plan.chunk_shape, strict=True))
+                    start = plan.start(t)
+                    box = tuple(slice(o, o + c) for o, c in zip(start, plan.chunk_shape, strict=True))
                     data = np.array(np.asarray(shard.data)[box], order="C", copy=True)
-                    yield Piece(i, _chunk(plan, t, shard_index), data)
+                    yield Piece(i, _chunk(plan, start, shard_index), data)
 
     def _host_fingerprints(self, leaves: Sequence[Leaf]) -> dict[int, dict[int, int]]:
         """Fingerprints of what the host copies, by leaf and holder."""
@@ -280,27 +281,25 @@ def _lie_apart(addresses: Sequence[int], parts: int, nbytes: int) -> bool:
 
 def _pieces_of(plan: SavePlan, program: Program, output: Output, array: jax.Array) -> Iterator[Piece]:
     """The chunks in one output array, as views of its memory on the CPU."""
+    layout = plan.leaves[program.leaves[0]].layout  # all of them have the same replicas
     for shard in array.addressable_shards:
-        data: np.ndarray | None = None
-        for owner, items in enumerate(output.items):
+        replica, _ = layout.place(shard.device.id)
+        if items := output.items[replica]:
+            data: np.ndarray = np.asarray(shard.data)[0].view(output.dtype)
             for item in items:
-                leaf = plan.leaves[item.leaf]
-                replica, shard_index = leaf.layout.place(shard.device.id)
-                if replica != owner:
-                    break
-                data = np.asarray(shard.data)[0].view(output.dtype) if data is None else data
-                yield _piece(leaf, item, shard_index, data, output.packed)
+                yield _piece(plan.leaves[item.leaf], item, shard.device.id, data, output.packed)
 
 
-def _piece(leaf: LeafPlan, item: Item, shard_index: tuple[int, ...], data: np.ndarray, packed: bool) -> Piece:
-    chunk, shape = _chunk(leaf, item.t, shard_index), leaf.chunk_shape
+def _piece(leaf: LeafPlan, item: Item, device: int, data: np.ndarray, packed: bool) -> Piece:
+    start, shape = leaf.start(item.t), leaf.chunk_shape
+    chunk = _chunk(leaf, start, leaf.layout.place(device)[1])
     if packed:
         return Piece(item.leaf, chunk, data[item.offset : item.offset + math.prod(shape)].reshape(shape))
-    bounds = zip(leaf.start(item.t), shape, leaf.layout.shard_shape, strict=True)
+    bounds = zip(start, shape, leaf.layout.shard_shape, strict=True)
     return Piece(item.leaf, chunk, data[tuple(slice(max(0, o + c - n), c) for o, c, n in bounds)])
 
 
-def _chunk(leaf: LeafPlan, t: int, shard_index: tuple[int, ...]) -> tuple[int, ...]:
-    """The index in the chunk grid of slice t of a shard."""
-    bounds = zip(shard_index, leaf.layout.shard_shape, leaf.chunk_shape, leaf.start(t), strict=True)
+def _chunk(leaf: LeafPlan, start: tuple[int, ...], shard_index: tuple[int, ...]) -> tuple[int, ...]:
+    """The index in the chunk grid of the slice of a shard that begins at `start` there."""
+    bounds = zip(shard_index, leaf.layout.shard_shape, leaf.chunk_shape, start, strict=True)
     return tuple(s * (n // c) + o // c for s, n, c, o in bounds)
