@@ -12,10 +12,9 @@ Values that are no data (functions) are not stored; they are logged, and come fr
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -65,14 +64,6 @@ class Leaf:
     key_impl: str | None = None
     original: Any = field(default=None, repr=False)
 
-    def without_values(self) -> Leaf:
-        """The leaf with a `jax.ShapeDtypeStruct` for an array: what documents need, and no memory."""
-        value = self.value
-        if isinstance(value, (jax.Array, np.ndarray)):
-            sharding = value.sharding if isinstance(value, jax.Array) else None
-            value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-        return dataclasses.replace(self, value=value, original=None)
-
     @property
     def name(self) -> str:
         """The name under which the array is stored."""
@@ -87,6 +78,19 @@ class Leaf:
     def is_array(self) -> bool:
         """Whether it has an array on disk."""
         return self.kind in ("jax.Array", "np.ndarray", "scalar")
+
+
+def without_values(leaves: Iterable[Leaf]) -> list[Leaf]:
+    """The leaves with a `jax.ShapeDtypeStruct` for each array: what documents need, and no memory."""
+    described = functools.cache(lambda shape, dtype, sharding: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+    found = []
+    for leaf in leaves:
+        value = leaf.value
+        if isinstance(value, (jax.Array, np.ndarray)):
+            sharding = value.sharding if isinstance(value, jax.Array) else None
+            value = described(value.shape, value.dtype, sharding)
+        found.append(Leaf(leaf.path, leaf.key_types, leaf.kind, value, leaf.key_impl))
+    return found
 
 
 class Structure:
@@ -326,16 +330,20 @@ def _key_data(value: Any) -> tuple[Any, str]:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=value.sharding), impl
 
 
-@functools.lru_cache(maxsize=4096)
 def _check_dtype(where: str, dtype: Any) -> None:
+    if not _is_storable(dtype):
+        raise UnsupportedLeafError(
+            f"leaf {where} has dtype {np.dtype(dtype).name}, for which the zarr3 format has no data type. "
+            "Store it as another dtype, for instance as its bits (`jax.lax.bitcast_convert_type`)."
+        )
+
+
+@functools.cache  # a dtype's name takes longer than all else that is looked at in a leaf
+def _is_storable(dtype: Any) -> bool:
     dtype = np.dtype(dtype)
     custom = dtype.kind == "V" and hasattr(ml_dtypes, dtype.name)
     too_wide = dtype.itemsize > (16 if dtype.kind == "c" else 8)
-    if dtype.name in _UNSTORABLE_DTYPES or (dtype.kind not in "biufc" and not custom) or too_wide:
-        raise UnsupportedLeafError(
-            f"leaf {where} has dtype {dtype.name}, for which the zarr3 format has no data type. "
-            "Store it as another dtype, for instance as its bits (`jax.lax.bitcast_convert_type`)."
-        )
+    return dtype.name not in _UNSTORABLE_DTYPES and (dtype.kind in "biufc" or custom) and not too_wide
 
 
 def _check_names(leaves: Sequence[Leaf]) -> None:

@@ -18,7 +18,7 @@ from flax_rpsave.directory import Directory
 from flax_rpsave.divergence import compared_leaves
 from flax_rpsave.documents import DOCUMENT_NAMES
 from flax_rpsave.errors import SaveError, UnsupportedLeafError
-from flax_rpsave.leaves import Leaf, flatten
+from flax_rpsave.leaves import Leaf, flatten, without_values
 from flax_rpsave.planner import layout_of, plan_leaves
 from flax_rpsave.snapshot import Snapshotter
 from flax_rpsave.writer import SaveRequest, SaveStats, Writer
@@ -80,7 +80,7 @@ class Saver:
                 step=step,
                 final=final,
                 item=item,
-                leaves=[leaf.without_values() for leaf in leaves],
+                leaves=without_values(leaves),
                 plan=snapshotter.plan,
                 config=self.config,
                 nonce=secrets.token_hex(4),  # a new path for each save: TensorStore caches by path

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from flax_rpsave import _compat, fingerprints
-from flax_rpsave.leaves import Leaf
+from flax_rpsave.leaves import Leaf, without_values
 from flax_rpsave.owner_slices import (
     Item,
     Output,
@@ -116,7 +116,7 @@ class Snapshotter:
         compared: Collection[int] = (),
     ):
         self.plan = plan
-        self._leaves = [leaf.without_values() for leaf in leaves]  # no snapshotter keeps a state alive
+        self._leaves = without_values(leaves)  # no snapshotter keeps a state alive
         self._process = process
         self._shards = [_parts_and_nbytes(leaf.layout) for leaf in plan.leaves]
         self._on_host = [i for i, leaf in enumerate(leaves) if _stays_on_host(leaf.value)]
