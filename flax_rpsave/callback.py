@@ -13,7 +13,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from flax_rpsave import commit, data_state
+from flax_rpsave import commit, data_state, documents
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory, explained, open_directory
 from flax_rpsave.errors import (
@@ -122,7 +122,7 @@ class CheckpointCallback:
             `save_interval_steps` was reached or crossed since the last call.
           state: The train state after `step` updates.
           metrics: Numbers or 0-d arrays by name, which are fetched in the background.
-          extra: Anything small that JSON can hold; `checkpoint.extra` after a resume.
+          extra: Anything small that JSON can hold; `checkpoint.extra` after a resume (tuples are lists then).
           force: Whether to save in any case. A step that this run has saved is not saved again.
 
         Returns:
@@ -444,6 +444,6 @@ def _taken(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked_json(extra: Any) -> Any:
     try:
-        return json.loads(data_state.exact_json(extra))
+        return json.loads(documents.exact_json(extra))
     except (TypeError, ValueError) as error:
         raise SaveError(f"extra must be something that JSON can hold: {error}") from error

@@ -1,7 +1,12 @@
 """The position of a data iterator: to bytes beside the state, and back.
 
-An iterator's state is bytes (grain's `DataLoader`) or something that JSON can hold (grain's datasets). Each process has
-its own; what belongs to N processes says nothing about where M would have to go on.
+An iterator's state is bytes (grain's `DataLoader`), or made of what JSON has (grain's datasets), tuples, bytes and NumPy
+numbers and arrays. It comes back with the same types, or is refused when it is saved: an iterator may compare them, and
+a list is no tuple. Each process has its own state; what belongs to N processes says nothing about where M would have to
+go on.
+
+Stored is JSON in which every value is an object with one key, which says how it is written: `{"json": …}` for what JSON
+gives back as it was, else `bytes`, `list`, `tuple`, `dict`, `array` or `scalar`.
 """
 
 from __future__ import annotations
@@ -10,25 +15,26 @@ import base64
 import json
 from typing import Any
 
+import numpy as np
+
 from flax_rpsave.errors import DataStateError
 from flax_rpsave.stored import Stored
+
+_IN_JSON = (str, int, float, bool, type(None))
 
 
 def encode(data: Any) -> bytes | None:
     """The state of an iterator now; None where there is none, or `False` in its place.
 
     Raises:
-      DataStateError: It is neither bytes nor JSON.
+      DataStateError: Something in it would not come back as it is.
     """
     if data is None or data is False:
         return None
-    state = data.get_state()
-    if isinstance(state, bytes):
-        return json.dumps({"bytes": base64.b64encode(state).decode()}).encode()
     try:
-        return exact_json({"json": state}).encode()
-    except (TypeError, ValueError) as error:
-        raise DataStateError(f"data.get_state() must be bytes or something that JSON can hold: {error}") from error
+        return json.dumps(_encoded(data.get_state(), "data.get_state()")).encode()
+    except (RecursionError, ValueError) as error:  # ValueError: a number of more digits than Python writes
+        raise DataStateError(f"data.get_state() cannot be stored: {error}") from error
 
 
 def stored_state(stored: Stored, data: Any, process: int, processes: int) -> bytes | None:
@@ -67,9 +73,9 @@ def put_back(state: bytes, data: Any, stored: Stored) -> None:
     Raises:
       DataStateError: The iterator does not take the state.
     """
-    document = json.loads(state)
+    position = _decoded(json.loads(state), stored)
     try:
-        data.set_state(base64.b64decode(document["bytes"]) if "bytes" in document else document["json"])
+        data.set_state(position)
     except Exception as error:
         raise DataStateError(
             f"data.set_state() does not take the state in {stored.directory}. Pass the iterator of the data that it is "
@@ -78,23 +84,58 @@ def put_back(state: bytes, data: Any, stored: Stored) -> None:
         ) from error
 
 
-def exact_json(value: Any) -> str:
-    """JSON that comes back as it was, but for tuples, which become lists.
+def _encoded(value: Any, where: str) -> dict[str, Any]:
+    """A value as it is stored; `where` it stands, for errors."""
+    kind = type(value)
+    if _is_json(value):
+        return {"json": value}
+    if kind is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if kind in (list, tuple):
+        return {kind.__name__: [_encoded(part, f"{where}[{i}]") for i, part in enumerate(value)]}
+    if kind is dict:
+        for key in value:
+            if type(key) is not str:
+                raise DataStateError(f"{where} has the key {key!r}, which would come back as text; use strings as keys")
+        return {"dict": {key: _encoded(part, f"{where}[{key!r}]") for key, part in value.items()}}
+    if kind is np.ndarray or isinstance(value, np.generic):
+        dtype = value.dtype
+        if dtype.kind in "biufc" and np.dtype(dtype.str).type is dtype.type:
+            raw = base64.b64encode(value.tobytes()).decode()
+            return {"array" if kind is np.ndarray else "scalar": [dtype.str, list(value.shape), raw]}
+        raise DataStateError(f"{where} has dtype {dtype.name}, which cannot be stored; make numbers or bytes of it")
+    raise DataStateError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which would not come back as one; a data state must be "
+        "made of dicts with strings as keys, lists, tuples, text, bytes, numbers, bools, None, and NumPy arrays"
+    )
 
-    Raises:
-      TypeError, ValueError: The value cannot be had as such.
-    """
-    text = json.dumps(value)
-    _check_keys(value)
-    return text
+
+def _is_json(value: Any) -> bool:
+    """Whether JSON gives a value back as it is: subclasses would lose their type."""
+    if type(value) is dict:
+        return all(type(key) is str and _is_json(part) for key, part in value.items())
+    return all(map(_is_json, value)) if type(value) is list else type(value) in _IN_JSON
 
 
-def _check_keys(value: Any) -> None:
-    if isinstance(value, dict):
-        for key, below in value.items():
-            if not isinstance(key, str):
-                raise TypeError(f"its key {key!r} would come back as text; use strings as keys")
-            _check_keys(below)
-    elif isinstance(value, (list, tuple)):
-        for below in value:
-            _check_keys(below)
+def _decoded(document: dict[str, Any], stored: Stored) -> Any:
+    ((how, value),) = document.items()
+    match how:
+        case "json":
+            return value
+        case "bytes":
+            return base64.b64decode(value)
+        case "list":
+            return [_decoded(part, stored) for part in value]
+        case "tuple":
+            return tuple(_decoded(part, stored) for part in value)
+        case "dict":
+            return {key: _decoded(part, stored) for key, part in value.items()}
+        case "array" | "scalar":
+            dtype, shape, raw = value
+            array = np.frombuffer(bytearray(base64.b64decode(raw)), dtype).reshape(shape)
+            return array if how == "array" else array[()]
+        case _:
+            raise DataStateError(
+                f"{stored.directory} has data-iterator state written as {how!r}, which this version does not know; "
+                "resume with the version that saved it, or pass data=False and position the data yourself"
+            )

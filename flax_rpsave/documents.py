@@ -236,6 +236,28 @@ def build_checkpoint(
     })  # fmt: skip
 
 
+def exact_json(value: Any) -> str:
+    """JSON that comes back as it was, but for tuples, which become lists.
+
+    Raises:
+      TypeError, ValueError: The value cannot be had as such.
+    """
+    text = json.dumps(value)
+    _check_keys(value)
+    return text
+
+
+def _check_keys(value: Any) -> None:
+    if isinstance(value, dict):
+        for key, below in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"its key {key!r} would come back as text; use strings as keys")
+            _check_keys(below)
+    elif isinstance(value, (list, tuple)):
+        for below in value:
+            _check_keys(below)
+
+
 def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics as JSON numbers; one that cannot be had is null, since it is worth less than the checkpoint."""
     fetched: dict[str, Any] = {}

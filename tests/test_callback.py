@@ -379,16 +379,6 @@ def test_data_that_is_no_iterator_with_a_state_is_refused(root):
     assert not root.exists()
 
 
-@pytest.mark.parametrize("state", [{"order": np.arange(3)}, {"order": {3: 1}}, object()])
-def test_data_state_that_cannot_be_stored_is_refused_before_anything_is_written(root, state):
-    data = Numbers()
-    data.get_state = lambda: state
-    with rps.CheckpointCallback(config(root), data=data) as checkpoint:
-        with pytest.raises(rps.DataStateError, match="must be bytes or something that JSON can hold"):
-            checkpoint(10, state_at(10))
-        assert names(root) == []
-
-
 # Resuming
 
 

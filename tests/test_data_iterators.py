@@ -1,8 +1,11 @@
 """The positions of grain's iterators are saved with the state, each process's own, and come back exactly."""
 
+import collections
+import enum
 import json
 
 import grain
+import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -82,6 +85,118 @@ def test_a_position_in_other_data_is_refused_with_the_iterators_reason(tmp_path)
         pytest.raises(rps.DataStateError, match=expected),
     ):
         checkpoint.resume(STATE)
+
+
+class Positioned:
+    """An iterator whose position is whatever it was given."""
+
+    def __init__(self, state=None):
+        self.state = state
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def assert_same(got, expected):
+    """Equal, and of the same types throughout."""
+    assert type(got) is type(expected)
+    if isinstance(expected, dict):
+        assert list(got) == list(expected)
+        for key, value in expected.items():
+            assert_same(got[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, np.ndarray | np.generic):
+        assert (got.dtype, got.shape, got.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+    else:
+        assert repr(got) == repr(expected)  # NaN and -0.0, too
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        None,
+        (),
+        (1, [2, (3,)], {"a": (None, True)}),
+        {"epoch": 3, "shards": [(0, 7), (1, 9)], "buffer": b"\x00\xff", "rest": {"b": [b"", (b"x",)]}},
+        {"empty": {}, "list": [], "tuple": (), "deep": [{}, [[], ((),)]]},
+        [float("nan"), float("inf"), -float("inf"), -0.0, 5e-324, 0.1],
+        {"big": 10**400, "less": -(2**64), "flag": False},
+        {"text": "ü\ud800\x00", "": 0, "json": {"json": 1}, "bytes": "eA==", "tuple": [1], "nested": ({"tuple": []},)},
+        np.float64(1.5),
+        [np.int64(2**60), np.uint8(3), np.bool_(True), np.float16("nan"), np.complex64(1 - 2j)],
+        {"array": np.arange(6, dtype=">i4").reshape(2, 3), "none": np.zeros((0, 2)), "rank 0": np.array(7)},
+        (np.asfortranarray(np.arange(6.0).reshape(2, 3)), np.array([True, False])),
+    ],
+    ids=lambda state: type(state).__name__,
+)
+def test_a_position_comes_back_equal_and_of_the_same_types(tmp_path, state):
+    with rps.CheckpointCallback(config(tmp_path), data=Positioned(state)) as checkpoint:
+        checkpoint(1, STATE)
+    data = Positioned("not set")
+    with rps.CheckpointCallback(config(tmp_path), data=data) as checkpoint:
+        assert checkpoint.resume(STATE)[1] == 1
+    assert_same(data.state, state)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        target = {"w": np.zeros(8, np.float32)}
+        assert (manager.restore(1, args=ocp.args.StandardRestore(target))["w"] == np.arange(8)).all()
+
+
+def test_an_array_of_a_position_can_be_written_to(tmp_path):
+    with rps.CheckpointCallback(config(tmp_path), data=Positioned(np.arange(3))) as checkpoint:
+        checkpoint(1, STATE)
+    data = Positioned()
+    with rps.CheckpointCallback(config(tmp_path), data=data) as checkpoint:
+        checkpoint.resume(STATE)
+    data.state[0] = 5
+    assert data.state.tolist() == [5, 1, 2]
+
+
+class Shard(enum.IntEnum):
+    FIRST = 1
+
+
+Range = collections.namedtuple("Range", ["start", "stop"])
+ITSELF: list = []
+ITSELF.append(ITSELF)
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({1: 2}, r"get_state\(\) has the key 1, which would come back as text"),
+        ({"a": [0, {(0, 1): 2}]}, r"get_state\(\)\['a'\]\[1\] has the key \(0, 1\)"),
+        ({"seen": {1, 2}}, r"get_state\(\)\['seen'\] is a builtins.set, which would not come back as one"),
+        ([Range(0, 5)], r"get_state\(\)\[0\] is a .*Range"),
+        (collections.OrderedDict(a=1), "is a collections.OrderedDict"),
+        ({"shard": Shard.FIRST}, r"\['shard'\] is a .*Shard"),
+        (bytearray(b"x"), "is a builtins.bytearray"),
+        (1j, "is a builtins.complex"),
+        (np.array(["a"]), "has dtype str"),
+        (np.array([{}]), "has dtype object"),
+        (np.zeros(2, ml_dtypes.bfloat16), "has dtype bfloat16"),
+        (np.zeros(2, "i4,f4"), "has dtype void"),
+        (np.longlong(1), "has dtype int64"),
+        (np.ma.masked_array([1], [True]), "is a numpy.ma.*MaskedArray"),
+        (10**5000, "cannot be stored: Exceeds the limit"),
+        (ITSELF, "cannot be stored: maximum recursion depth"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_not_come_back_as_it_is_is_refused_at_the_save_by_its_place(tmp_path, state, said):
+    data = Positioned(state)
+    with rps.CheckpointCallback(config(tmp_path), data=data) as checkpoint:
+        with pytest.raises(rps.DataStateError, match=said):
+            checkpoint(1, STATE)
+        assert list(tmp_path.iterdir()) == []
+        data.state = "a better one"
+        checkpoint(2, STATE)
+    assert checkpoint.all_steps() == [2]
 
 
 SHARDS = """
