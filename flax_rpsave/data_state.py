@@ -1,9 +1,9 @@
 """The position of a data iterator: to bytes beside the state, and back.
 
-An iterator's state is bytes (grain's `DataLoader`), or made of what JSON has (grain's datasets), tuples, bytes and NumPy
-numbers and arrays. It comes back with the same types, or is refused when it is saved: an iterator may compare them, and
-a list is no tuple. Each process has its own state; what belongs to N processes says nothing about where M would have to
-go on.
+An iterator's state is bytes (grain's `DataLoader`), or made of what JSON has (grain's datasets), tuples, bytes and
+NumPy numbers and arrays. It comes back with the same types, or is refused when it is saved: an iterator may compare
+them, and a list is no tuple. Each process has its own state; what belongs to N processes says nothing about where M
+would have to go on.
 
 Stored is JSON in which every value is an object with one key, which says how it is written: `{"json": …}` for what JSON
 gives back as it was, else `bytes`, `list`, `tuple`, `dict`, `array` or `scalar`.

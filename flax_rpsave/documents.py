@@ -283,7 +283,7 @@ def parse_checkpoint(data: bytes, where: str) -> dict[str, Any]:
     with _parsing(where):
         document = json.loads(data)
         own = dict((document.get("custom_metadata") or {}).get("flax_rpsave") or {})
-        for name, kind in (("processes", int), ("versions", dict)):
+        for name, kind in (("processes", int), ("versions", dict), ("indices", list)):
             if not isinstance(own.get(name, kind()), kind):
                 raise TypeError(f"{name}: {own[name]!r}")
         committed = document.get("commit_timestamp_nsecs")

@@ -276,7 +276,8 @@ class SaveRun:
             store = commit.merge(item, len(reports), context)
         else:
             store = open_database(database(item, False), context)
-        commit.check(store, [report["index"] for report in reports])
+        indices = [report["index"] for report in reports]
+        commit.check(store, indices)
         plans = {leaf.layout.name: leaf for leaf in request.plan.leaves}
         prefix = f"{request.item}/" if request.item is not None else ""
         files = {
@@ -286,7 +287,13 @@ class SaveRun:
             documents.CHECKPOINT: documents.build_checkpoint(
                 request.item,
                 documents.as_numbers(request.metrics),
-                {"step": request.step, "processes": len(reports), "run": request.run, "extra": request.extra},
+                {
+                    "step": request.step,
+                    "processes": len(reports),
+                    "indices": indices,  # what ties the arrays to the step: another's, of equal shapes, is noticed
+                    "run": request.run,
+                    "extra": request.extra,
+                },
                 request.begun_ns,
             ),
         }

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import flax_rpsave as rps
+from flax_rpsave import cli, documents
 
 FORMATS = {"ocdbt": True, "files": False}
 
@@ -159,6 +160,49 @@ def test_files_of_one_step_in_the_place_of_anothers_are_found(run, caplog):
         assert resume(run, caplog) == 10 or not is_needed(path), path
         path.write_bytes(data)
     assert resume(run, caplog) == 20
+
+
+def two_steps(root, use_ocdbt):
+    """A run whose steps differ in nothing but the values of an array."""
+    settings = {"directory": root, "save_interval_steps": 10, "storage": {"use_ocdbt": use_ocdbt}}
+    with rps.CheckpointCallback(settings) as checkpoint:
+        for step in (10, 20):
+            checkpoint(step, {"w": np.full(300, step, np.int32)})
+    return settings
+
+
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_the_item_of_another_step_of_equal_shapes_is_found(tmp_path, use_ocdbt, caplog, capsys):
+    """Each is sound by itself."""
+    settings = two_steps(tmp_path, use_ocdbt)
+    shutil.rmtree(tmp_path / "20" / "default")
+    shutil.copytree(tmp_path / "10" / "default", tmp_path / "20" / "default")
+    said = f"{tmp_path}/20/default: .rpsave/process_0/index was not committed with this step: the arrays are another's"
+    assert cli.main(["verify", str(tmp_path)]) == 1
+    assert f"default: {said}" in capsys.readouterr().out
+    with rps.CheckpointCallback(settings) as checkpoint:
+        state, step = checkpoint.resume({"w": np.zeros(300, np.int32)})
+    assert (step, state["w"][0]) == (10, 10)
+    assert f"step 20 is damaged and passed over: {said}" in caplog.messages
+    with pytest.raises(rps.CorruptCheckpointError, match="another's"):
+        rps.load(tmp_path, step=20)
+
+
+def test_a_step_whose_document_does_not_name_its_indices_is_read_as_before(tmp_path, capsys):
+    """Those of versions that did not write them."""
+    settings = two_steps(tmp_path, True)
+    step = tmp_path / "20"
+    document = json.loads((step / "_CHECKPOINT_METADATA").read_bytes())
+    del document["custom_metadata"]["flax_rpsave"]["indices"]
+    (step / "_CHECKPOINT_METADATA").write_text(json.dumps(document))
+    sealed = json.loads(documents.unseal((step / "commit_success.txt").read_bytes(), "it"))
+    files = {name: (step / name).read_bytes() for name in sealed}
+    (step / "commit_success.txt").write_bytes(documents.build_commit(files))
+    assert cli.main(["verify", str(tmp_path)]) == 0
+    assert "step 20: sound" in capsys.readouterr().out
+    with rps.CheckpointCallback(settings) as checkpoint:
+        state, step = checkpoint.resume({"w": np.zeros(300, np.int32)})
+    assert (step, state["w"][0]) == (20, 20)
 
 
 @pytest.mark.parametrize("how", ["changed", "cut off", "deleted"])
