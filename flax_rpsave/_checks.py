@@ -69,7 +69,7 @@ def integer(minimum: int, *, nullable: bool = False) -> Check:
 
     def read(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < minimum:
-            raise ValueError
+            raise ValueError(_foreign.number_meant(value, whole=True))
         return int(value)
 
     return Check(f"an integer of at least {minimum}", read, nullable)
@@ -81,7 +81,7 @@ def positive(*, nullable: bool = False) -> Check:
     def read(value: Any) -> float:
         number: Any = value
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < number <= _MOST:
-            raise ValueError
+            raise ValueError(_foreign.number_meant(value, whole=False))
         return int(value) if isinstance(value, numbers.Integral) else float(value)
 
     return Check(f"a finite number of at most {_MOST:,} and above 0", read, nullable)

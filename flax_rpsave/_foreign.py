@@ -152,18 +152,42 @@ def hint_for_value(name: str, value: Any, *, nullable: bool) -> str:
         return meant
     if text in ("none", "null", "nil", "~", "", "no", "off", "false") and nullable:
         return "write null" + (" (YAML reads it as text)" if isinstance(value, str) else "")
-    if isinstance(value, str):
-        if text in ("true", "false", "yes", "no", "on", "off", "y", "n"):
-            return "it is text: write true or false, without quotes"
-        number = _number(text)
-        if number is not None:
-            return f"it is text, as quotes and exponents like 1e4 are in YAML 1.1: write {number}"
-    elif isinstance(value, float) and math.isfinite(value) and value.is_integer() and value > 0:
-        return f"write {int(value)}"
+    if isinstance(value, str) and text in ("true", "false", "yes", "no", "on", "off", "y", "n"):
+        return "it is text: write true or false, without quotes"
     real: Any = value if isinstance(value, numbers.Real) else 0
     if not isinstance(value, bool) and 0 < real < math.inf:
         return ""  # a number that switches nothing off
     return _INSTEAD.get(name, "")
+
+
+def number_meant(value: object, *, whole: bool) -> str:
+    """What to write for a refused value that shows a number; empty where it shows none, or is one that is out of range.
+
+    Args:
+        value: text, or a number.
+        whole: whether only integers are accepted.
+    """
+    why, number = "", None
+    if isinstance(value, str):
+        why, number = _shown_number(value.strip().lower())
+    elif isinstance(value, float) and whole and value > 0:
+        number = _number(str(value))
+    if number is None:
+        return f"{why}write a plain number such as 1000, without a unit" if why else ""
+    if whole and isinstance(number, float):
+        return f"{why}write a whole number such as {math.ceil(number)}"
+    return f"{why}write {number}"
+
+
+def _shown_number(text: str) -> tuple[str, int | float | None]:
+    """Why a number is not taken for one, and the number, if it can be told."""
+    if (number := _number(text)) is not None:
+        return "it is text, as quotes and exponents like 1e4 are in YAML 1.1: ", number
+    if re.fullmatch(r"[+-]?0o[0-7_]*[0-7]", text):
+        return "it is text, since YAML 1.1 does not know 0o: ", int(text.replace("_", ""), 8)
+    if re.fullmatch(r"[+-]?[0-9]{1,3}([, '][0-9]{3})+(\.[0-9]+)?", text):
+        return "it is text, since YAML does not group digits so: ", _number(re.sub("[, ']", "", text))
+    return "it is text: " if re.match(r"[+-]?\.?[0-9]", text) else "", None
 
 
 def _number(text: str) -> int | float | None:
