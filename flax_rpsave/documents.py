@@ -98,7 +98,7 @@ def build_tree(leaves: Sequence[Leaf], plans: Mapping[str, LeafPlan], use_ocdbt:
     tree = {}
     for leaf in leaves:
         value: dict[str, Any] = {
-            "value_type": leaf.kind,
+            "value_type": _stored_kind(leaf),
             "skip_deserialize": not leaf.is_array and leaf.kind != "string",
         }
         if leaf.kind == "jax.Array":
@@ -112,6 +112,11 @@ def build_tree(leaves: Sequence[Leaf], plans: Mapping[str, LeafPlan], use_ocdbt:
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     })  # fmt: skip
+
+
+def _stored_kind(leaf: Leaf) -> str:
+    """A leaf's kind on disk: a complex number is a 0-d array, since Orbax reads nothing that has a complex scalar."""
+    return "np.ndarray" if leaf.kind == "scalar" and leaf.value.dtype.kind == "c" else leaf.kind
 
 
 def parse_tree(data: bytes, where: str) -> Tree:

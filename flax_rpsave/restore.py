@@ -111,8 +111,7 @@ class Fit:
         for leaf in wanted:
             entry = by_path.get(leaf.path)
             if entry is None:
-                if leaf.is_array or leaf.kind == "string":
-                    problems.append(f"{leaf.label}: missing in the checkpoint, the target expects {_describe(leaf)}")
+                problems.append(f"{leaf.label}: missing in the checkpoint, the target expects {_describe(leaf)}")
             elif (problem := _difference(stored, leaf, entry, self._arrays.get(entry.name), dtype)) is not None:
                 problems.append(f"{leaf.label}: {problem}")
         expected = {leaf.path for leaf in wanted}
@@ -204,7 +203,8 @@ def _difference(stored: Stored, leaf: Leaf, entry: TreeEntry, array: ts.TensorSt
     impl = stored.key_impls.get(entry.name)
     have = np.dtype(_cast_dtype(array.dtype.numpy_dtype, dtype))
     want = np.dtype(leaf.value.dtype)
-    scalars = entry.kind == "scalar" or leaf.kind == "scalar"
+    # A complex number is stored as a 0-d array: Orbax has no complex scalars.
+    scalars = "scalar" in (entry.kind, leaf.kind) or (entry.kind == "np.ndarray" and have.kind == "c")
     same_dtype = _family(have) == _family(want) if scalars and not array.rank else have == want
     if tuple(array.shape) == tuple(leaf.value.shape) and same_dtype and impl == leaf.key_impl:
         return None

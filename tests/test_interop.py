@@ -175,6 +175,41 @@ def test_strings_are_read_by_stock_readers(tmp_path):
     assert found["nested"] == [{"text": "zwölf\n"}]
 
 
+@pytest.mark.parametrize("value", [1 / 3 - 2j, np.complex64(1 - 2j)])
+def test_a_complex_number_is_read_by_stock_readers_as_an_array_of_rank_0(tmp_path, value):
+    """Orbax has no complex scalars: where its own document says that there is one, no stock reader takes it."""
+    rps.save(tmp_path / "c", {"z": value, "x": jnp.ones(2)})
+    array = np.asarray(value)
+    with ocp.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(tmp_path / "c")["z"]
+        assert (found.dtype, found.shape, found) == (array.dtype, (), array)
+        assert checkpointer.restore(tmp_path / "c", {"z": np.zeros_like(array), "x": jnp.zeros(2)})["z"] == array
+    back = rps.load(tmp_path / "c", {"z": type(value)(0), "x": jnp.zeros(2)})["z"]
+    assert (type(back), back) == (type(value), value)
+    on_device = rps.load(tmp_path / "c", {"z": jnp.zeros((), jnp.complex64), "x": jnp.zeros(2)})["z"]
+    assert (on_device.dtype, on_device) == (jnp.complex64, jnp.complex64(value))
+
+
+@pytest.mark.parametrize("empty", [None, {}, [], (), optax.EmptyState()], ids=repr)
+def test_an_empty_node_that_only_one_side_has_is_a_mismatch_here_and_to_stock(tmp_path, empty):
+    with_it, without = {"w": np.ones(2), "n": {"below": empty}}, {"w": np.ones(2)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "stock with", with_it)
+        checkpointer.save(tmp_path / "stock without", without)
+    rps.save(tmp_path / "with", with_it)
+    rps.save(tmp_path / "without", without)
+    for whose in ("", "stock "):
+        with pytest.raises(rps.TreeMismatchError, match=r"n/below: in the checkpoint \(.*\), but not in the target"):
+            rps.load(tmp_path / f"{whose}with", without)
+        with pytest.raises(rps.TreeMismatchError, match=r"n/below: missing in the checkpoint, the target expects "):
+            rps.load(tmp_path / f"{whose}without", with_it)
+        assert rps.load(tmp_path / f"{whose}with", with_it)["n"] == {"below": empty}
+    with ocp.StandardCheckpointer() as checkpointer:
+        for name, target in (("with", without), ("without", with_it)):
+            with pytest.raises(ValueError, match="do not match"):
+                checkpointer.restore(tmp_path / name, target)
+
+
 def test_stock_reads_the_metadata_of_our_checkpoint(ours, stock):
     with ocp.StandardCheckpointer() as checkpointer:
         found, expected = (checkpointer.metadata(root / str(STEP) / "default") for root in (ours, stock))
