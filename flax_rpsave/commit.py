@@ -49,9 +49,14 @@ def committed_steps(root: Directory) -> dict[int, str]:
     return {step: name for step, name in sorted(found.items()) if is_committed(root / name)}
 
 
-def warn_of_unmarked(root: Directory) -> None:
-    """Names directories in an object store that look like steps of somebody else, but for the marker."""
+def warn_of_no_steps(root: Directory) -> None:
+    """Names what is called like a step and is none: what is no directory; in an object store, what has no marker."""
     if root.renames:
+        if found := [name for name in root.files() if _STEP.fullmatch(name)]:
+            logger.warning(
+                "%s: %s named like steps, but no directories, so passed over: move them away, or saving a step of that "
+                "name will fail", root, ", ".join(found),
+            )  # fmt: skip
         return
     places = [root / name for name in root.children() if _STEP.fullmatch(name)]
     if unmarked := [place.name for place in places if not is_committed(place) and not is_leftover(place)]:
@@ -102,12 +107,13 @@ def prepare(final: Directory, nonce: str) -> Directory:
     """The directory that a step is to be written to, empty but for the file that says who writes it.
 
     Raises:
-      SaveError: The step is there already, or another run is writing it (in an object store; else each has its own).
+      FileExistsError: Something of the step's name is there already.
+      SaveError: Another run is writing it (in an object store; else each has its own).
     """
     place = workplace(final, nonce)
+    if final.exists() if final.renames else is_committed(final):  # on a file system the rename would find it, too late
+        raise FileExistsError(f"{final} exists already and is not overwritten")
     if not final.renames:
-        if is_committed(final):
-            raise SaveError(f"{final} exists already and is not overwritten")
         if (writer := final.read(_WRITING)) is not None and identity.state(writer) == "alive":
             raise SaveError(f"{final} is being written by {identity.described(writer)}: give each run its directory")
         if writer is not None:

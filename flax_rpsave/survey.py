@@ -29,7 +29,7 @@ class StepRow:
       name: The name of its directory.
       state: "committed"; "incomplete": being written, or left by an interrupted save; "abandoned": moved aside by a
         rewind; "damaged", "unfinished": moved aside when its step was saved again; "deleting": what an interrupted
-        deletion left.
+        deletion left; "file": something with a step's name that is no directory, and no step.
       committed_ns: When it was committed, in ns since 1970; None where its document does not say.
       nbytes: Bytes of its files; None where the storage does not tell (object stores).
       metrics: Its metrics.
@@ -110,6 +110,11 @@ def list_steps(directory: Directory) -> list[StepRow]:
         _step_row(directory / name, *found)
         for name in directory.children()
         if (found := commit.state_of(directory / name)) is not None
+    ]
+    rows += [
+        StepRow(step, name, "file", None, None, {}, False)
+        for name in directory.files()
+        if (step := commit.step_number(name)) is not None
     ]
     if not rows:
         raise NoCheckpointError(f"{directory} has no steps")

@@ -252,6 +252,33 @@ def test_ls_tells_committed_incomplete_and_moved_aside_steps_apart(command, as_j
     assert "loss=0.1, bad=nan" in out[2]
 
 
+def test_what_has_a_steps_name_and_is_no_directory_is_listed_as_such_and_never_opened(command, as_json, run):
+    """A pipe that is opened would hang until somebody writes to it."""
+    os.mkfifo(run / "30")
+    (run / "0020").write_text("not step 20")
+    (run / "40").symlink_to(run / "nothing")
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(os.path.relpath(run / "50"))  # the whole path may be too long for a socket
+        listed = as_json("ls", run)[1]["steps"]
+        assert [(row["step"], row["name"], row["state"]) for row in listed] == [
+            (10, "10", "committed"),
+            (20, "20", "committed"),
+            (20, "0020", "file"),
+            (30, "30", "file"),
+            (40, "40", "file"),
+            (50, "50", "file"),
+        ]
+        code, out, _ = command("ls", run)
+        assert (code, out[4].split()[:2]) == (0, ["30", "file"])
+        code, report = as_json("verify", run)
+        assert (code, [found["step"] for found in report["checkpoints"]]) == (0, [10, 20])
+        for name in ("30", "0020", "40", "50"):
+            for action in ("ls", "inspect", "verify"):
+                code, out, err = command(action, run / name)
+                assert (code, out) == (2, [])
+                assert str(run / name) in err[0]
+
+
 # inspect
 
 
