@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src.lax import lax as _lax
 
@@ -17,6 +18,14 @@ def as_weak(array: Any) -> Any:
 def is_ready(array: Any) -> bool:
     """Whether an array's values are there already. Arrays have such a method, but `jax.Array` does not declare it."""
     return bool(array.is_ready())
+
+
+def is_tracing() -> bool:
+    """Whether this thread traces a function for a transformation: what JAX computes then has no values.
+
+    No public function says so; that an array is no tracer says nothing of what is made from it.
+    """
+    return not _core.trace_state_clean()
 
 
 def shard_addresses(array: Any) -> list[int]:

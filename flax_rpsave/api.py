@@ -24,7 +24,7 @@ from flax_rpsave.errors import (
     TreeMismatchError,
 )
 from flax_rpsave.items import is_checkpoint
-from flax_rpsave.leaves import flatten, unflatten_to_dicts
+from flax_rpsave.leaves import check_outside_of_tracing, flatten, unflatten_to_dicts
 from flax_rpsave.planner import SavePlan, layout_of, plan_leaves
 from flax_rpsave.restore import Fit, cast, put
 from flax_rpsave.saver import Saver
@@ -66,6 +66,7 @@ def save(
       StepOrderError: The directory exists.
       SaveError: The state cannot be saved.
     """
+    check_outside_of_tracing("save")
     final = open_directory(path, new_context())
     with explained(f"{final} was not saved", SaveError):
         if final.exists() and not commit.is_leftover(final):

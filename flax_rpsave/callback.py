@@ -24,7 +24,7 @@ from flax_rpsave.errors import (
     StepOrderError,
     TreeMismatchError,
 )
-from flax_rpsave.leaves import Leaf, flatten
+from flax_rpsave.leaves import Leaf, check_outside_of_tracing, flatten
 from flax_rpsave.preemption import PreemptionWatch
 from flax_rpsave.restore import Fit
 from flax_rpsave.saver import Saver
@@ -42,7 +42,8 @@ class CheckpointCallback:
       config: A `CheckpointConfig`, or a mapping with its keys.
       data: Anything with `get_state()` and `set_state()` (a grain iterator, say), whose position is saved and restored
         with the state. `False`: data state in a checkpoint is passed over.
-      on_commit: Called with each commit's `SaveStats`, on the background thread.
+      on_commit: Called with each commit's `SaveStats`, on the background thread, where nothing of the callback may be
+        called that waits for that thread: no save, `wait`, `close` or `resume`.
 
     Raises:
       ConfigError: The configuration is wrong, or the directory cannot be written.
@@ -131,13 +132,16 @@ class CheckpointCallback:
         Raises:
           StepOrderError: The step goes backwards, or exists in the directory already.
           SaveError: The state cannot be saved, or the save before failed (with `on_error: raise`).
+          RPSaveError: This is inside a function that is being traced, or inside `on_commit`.
         """
         begun = time.perf_counter()
+        check_outside_of_tracing("the callback")
         step = _as_step(step)
         if self._closed:
             raise SaveError(f"step {step}: the callback is closed")
         if not self.config.enabled:
             return False
+        self._saver.writer.check_thread()
         told_to_stop = self._watch.poll()  # before anything can raise: every process must ask equally often
         self._report_error(step)
         if self._seen is None and not self._resumed:
@@ -195,6 +199,7 @@ class CheckpointCallback:
         """
         if self._closed:
             raise SaveError("the callback is closed: make a new one to resume")
+        check_outside_of_tracing("resume")
         if not self.config.enabled:
             return (_initial(state, init), 0)
         self.wait()
@@ -220,8 +225,10 @@ class CheckpointCallback:
 
         Raises:
           SaveError: It failed (with `on_error: raise`).
+          RPSaveError: This is inside `on_commit`.
         """
         if self.config.enabled:
+            self._saver.writer.check_thread()
             self._saver.writer.wait()
             self._report_error(self._seen)
 
@@ -230,9 +237,12 @@ class CheckpointCallback:
 
         Raises:
           SaveError: The last save failed, whatever `on_error` says.
+          RPSaveError: This is inside `on_commit`.
         """
         if self._closed:
             return
+        if self.config.enabled:
+            self._saver.writer.check_thread()
         self._closed = True
         self._watch.close()
         if self.config.enabled:
@@ -317,7 +327,7 @@ class CheckpointCallback:
         with group.channel("listing the steps").agreed():
             steps = commit.committed_steps(self._root) if group.decides else {}
             if group.decides:
-                commit.warn_of_unmarked(self._root)
+                commit.warn_of_no_steps(self._root)
                 if not steps:
                     commit.check_unprefixed(self._root)
         shared = group.channel("the steps").share(list(steps.items()))[0]
@@ -436,6 +446,8 @@ def _taken(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics as they are now: device arrays on their way to the host, host arrays copied."""
     taken: dict[str, Any] = {}
     for name, value in metrics.items():
+        if isinstance(value, jax.core.Tracer):
+            raise SaveError(f"metric {name!r} is a tracer, which has no value; pass what the traced function returns")
         if isinstance(value, jax.Array) and not value.is_deleted():
             value.copy_to_host_async()
         taken[str(name)] = value.copy() if isinstance(value, np.ndarray) else value

@@ -24,7 +24,8 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from flax_rpsave.errors import SaveError, UnsupportedLeafError
+from flax_rpsave import _compat
+from flax_rpsave.errors import RPSaveError, SaveError, UnsupportedLeafError
 
 logger = logging.getLogger("flax_rpsave")
 
@@ -196,6 +197,20 @@ def flatten(state: Any) -> tuple[list[Leaf], Structure]:
     return leaves, structure
 
 
+def check_outside_of_tracing(what: str) -> None:
+    """Refuses what needs values where a function is traced.
+
+    Raises:
+      RPSaveError: This is inside such a function.
+    """
+    if _compat.is_tracing():
+        raise RPSaveError(
+            f"{what} was called inside a function that is being traced by jax.jit, jax.grad or another transformation, "
+            "where arrays have no values and Python runs once, not at every step. Call it outside of that, with the "
+            "arrays that the function returns."
+        )
+
+
 def unflatten_to_dicts(
     paths: Sequence[tuple[str, ...]], key_types: Sequence[tuple[int, ...]], values: Sequence[Any]
 ) -> Any:
@@ -280,6 +295,11 @@ def _leaf(path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> Leaf
     """The leaf for a value, or None where there is nothing to store."""
     make = functools.partial(Leaf, path, key_types, original=value)
     where = "/".join(path) or "(the root)"
+    if isinstance(value, jax.core.Tracer):
+        raise UnsupportedLeafError(
+            f"leaf {where} is a tracer, which has no values: it is of a function that jax.jit, jax.grad or another "
+            "transformation traces, or traced earlier. Pass the array that the function returns, outside of it."
+        )
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
         if isinstance(value, jax.Array) and value.is_deleted():
             raise SaveError(

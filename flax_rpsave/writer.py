@@ -38,7 +38,7 @@ from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory, explained
 from flax_rpsave.engine import Engine, Written
 from flax_rpsave.engines import Engines
-from flax_rpsave.errors import DivergenceError, SaveError
+from flax_rpsave.errors import DivergenceError, RPSaveError, SaveError
 from flax_rpsave.leaves import Leaf
 from flax_rpsave.planner import SavePlan
 from flax_rpsave.retention import steps_to_delete
@@ -378,6 +378,18 @@ class Writer:
             if self._thread is before:
                 self._group.channel(f"step {step}").give_up(error)
             raise
+
+    def check_thread(self) -> None:
+        """Refuses what waits for a save on the save's own thread, which is that of `on_commit`.
+
+        Raises:
+          RPSaveError: This is that thread.
+        """
+        if threading.current_thread() is self._thread:
+            raise RPSaveError(
+                "the callback was called inside on_commit, on the thread of the save that it would wait for. The step "
+                "that on_commit is told of is committed already; save, wait, close and resume in the loop's thread."
+            )
 
     def wait(self) -> float:
         """Waits for the save under way; returns the seconds that this took."""

@@ -245,6 +245,67 @@ def test_a_donated_state_is_refused_by_leaf_before_anything_is_written_report_8(
     assert kept is not None
 
 
+def saved(checkpoint, run, state):
+    checkpoint(30, {"x": state})
+
+
+def saved_not_due(checkpoint, run, state):
+    checkpoint(21, {"x": state})
+
+
+def saved_what_is_concrete(checkpoint, run, state):
+    checkpoint(30, state_at(30))
+
+
+def saved_with_a_metric(checkpoint, run, state):
+    checkpoint(30, state_at(30), metrics={"loss": state})
+
+
+def saved_without_a_run(checkpoint, run, state):
+    rps.save(run / "other", {"x": state})
+
+
+def resumed(checkpoint, run, state):
+    checkpoint.resume({"x": state})
+
+
+TRANSFORMED = {
+    "jit": lambda f: jax.jit(f)(jnp.ones(3)),
+    "grad": lambda f: jax.grad(lambda x: f(x).sum())(jnp.ones(3)),
+    "vmap": lambda f: jax.vmap(f)(jnp.ones(3)),
+    "eval_shape": lambda f: jax.eval_shape(f, jnp.ones(3)),
+}
+
+
+@pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED.keys())
+@pytest.mark.parametrize(
+    "call", [saved, saved_not_due, saved_what_is_concrete, saved_with_a_metric, saved_without_a_run, resumed]
+)
+def test_a_call_inside_a_function_that_is_traced_is_refused_before_anything_is_written(run, transformed, call):
+    with nothing_changes(run), rps.CheckpointCallback(config(run)) as checkpoint:
+        checkpoint.resume(state_at(0))
+
+        def step(x):
+            call(checkpoint, run, x)
+            return 2 * x
+
+        with pytest.raises(rps.RPSaveError, match=r"inside a function that is being traced by jax\.jit, jax\.grad"):
+            transformed(step)
+
+
+def test_a_tracer_that_outlived_its_function_is_refused_by_name(run):
+    leaked = []
+    jax.jit(lambda x: leaked.append(x) or x)(jnp.ones(3))
+    with nothing_changes(run), rps.CheckpointCallback(config(run)) as checkpoint:
+        checkpoint.resume(state_at(0))
+        with pytest.raises(rps.UnsupportedLeafError, match="leaf params/w is a tracer, which has no values"):
+            checkpoint(30, {"params": {"w": leaked[0]}})
+        with pytest.raises(rps.SaveError, match="metric 'loss' is a tracer"):
+            checkpoint(30, state_at(30), metrics={"loss": leaked[0]})
+        with pytest.raises(rps.UnsupportedLeafError, match="leaf x is a tracer"):
+            rps.load(run, {"x": leaked[0]})
+
+
 @pytest.mark.parametrize("state", [{}, None, [], {"a": {}, "b": (None, [])}, {"f": len}])
 def test_a_state_without_anything_to_store_is_refused_report_67(run, state):
     with nothing_changes(run), rps.CheckpointCallback(config(run)) as checkpoint:
@@ -312,6 +373,23 @@ def test_a_file_in_the_place_of_a_step_fails_that_step_only(run):
         assert checkpoint(40, state_at(40))
         checkpoint.wait()
         assert checkpoint.all_steps() == [10, 20, 40]
+
+
+def test_what_has_a_steps_name_and_is_no_directory_is_named_and_passed_over(run, caplog):
+    """A pipe that is opened would hang until somebody writes to it."""
+    os.mkfifo(run / "30")
+    (run / "0020").write_text("not step 20")
+    with rps.CheckpointCallback(config(run)) as checkpoint:
+        assert checkpoint.resume(state_at(0))[1] == 20
+        assert any(message.startswith(f"{run}: 0020, 30 named like steps") for message in caplog.messages)
+        with pytest.raises(rps.NoCheckpointError, match=r"has no step 30; it has \[10, 20\]"):
+            checkpoint.resume(state_at(0), step=30)
+        with pytest.raises(rps.NoCheckpointError, match=f"{run}/30 is neither"):
+            rps.load(run / "30")
+        assert checkpoint(30, state_at(30))
+        with pytest.raises(rps.SaveError, match=rf"{run}/30 exists already and is not overwritten"):
+            checkpoint.wait()
+    assert sorted(os.listdir(run)) == ["0020", "10", "20", "30"]
 
 
 def test_resume_required_with_nothing_there_is_an_error(tmp_path):

@@ -957,6 +957,32 @@ def test_an_exception_of_on_commit_harms_nothing(root, caplog):
     assert "dashboard is down" in caplog.text
 
 
+@pytest.mark.parametrize("what", ["wait", "close", "save", "skip", "resume"])
+def test_what_would_wait_for_the_save_is_refused_inside_on_commit(root, what):
+    raised = []
+
+    def on_commit(stats):
+        if raised:
+            return
+        calls = {
+            "wait": checkpoint.wait,
+            "close": checkpoint.close,
+            "save": lambda: checkpoint(20, state_at(20)),
+            "skip": lambda: checkpoint(11, state_at(11)),
+            "resume": lambda: checkpoint.resume(state_at(0)),
+        }
+        with pytest.raises(rps.RPSaveError, match=r"inside on_commit.*committed already") as caught:
+            calls[what]()
+        raised.append(caught.value)
+
+    with rps.CheckpointCallback(config(root), on_commit=on_commit) as checkpoint:
+        checkpoint(10, state_at(10))
+        checkpoint.wait()
+        assert len(raised) == 1
+        assert checkpoint(20, state_at(20))  # not closed, and at the step of before
+    assert names(root) == ["10", "20"]
+
+
 def test_on_commit_is_not_called_for_a_save_that_failed(root):
     seen = []
     with (
