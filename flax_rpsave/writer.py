@@ -34,6 +34,7 @@ import tensorstore as ts
 from flax_rpsave import commit, divergence, documents, terms
 from flax_rpsave.agreement import Group
 from flax_rpsave.blocks import Helper
+from flax_rpsave.cleaning import Cleaner
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory, explained
 from flax_rpsave.engine import Engine, Written
@@ -41,7 +42,6 @@ from flax_rpsave.engines import Engines
 from flax_rpsave.errors import DivergenceError, RPSaveError, SaveError
 from flax_rpsave.leaves import Leaf
 from flax_rpsave.planner import SavePlan
-from flax_rpsave.retention import steps_to_delete
 from flax_rpsave.snapshot import Snapshot
 from flax_rpsave.store import data_key, database, index_key, new_context, open_database
 
@@ -335,10 +335,7 @@ class Writer:
         self._engines = Engines()
         self.stats: SaveStats | None = None
         self.damaged: dict[int, Directory] = {}
-        self._cleaned = False
-        self._known: set[int] = set()  # committed steps as of this run's last save, or its beginning
-        self._spared: dict[str, float] = {}  # leftovers that may be another run's saves, and when they were first seen
-        self._root = root
+        self._cleaner = Cleaner(root) if root is not None else None
         self._on_commit = on_commit
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -420,8 +417,8 @@ class Writer:
                 helper.end()
 
     def _save(self, run: SaveRun, helper: Helper | None) -> None:
-        if self._root is not None and self._group.decides and not self._cleaned:
-            self._clean_leftovers(self._root, run.request)
+        if self._cleaner is not None and self._group.decides:
+            self._cleaner.before(run.request.nonce)
         try:
             self.stats = run.execute(helper)
         except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
@@ -439,48 +436,13 @@ class Writer:
             stats.step, stats.leaves, stats.bytes_written / 1e6, stats.total_secs,
             stats.bytes_written / 1e9 / stats.total_secs, stats.engine, stats.blocking_secs * 1e3,
         )  # fmt: skip
-        if self._root is not None:
-            self._clean(self._root, request)
+        if self._cleaner is not None:
+            self._cleaner.after(request.step, request.nonce, request.config, self.damaged)
         if self._on_commit is not None:
             try:
                 self._on_commit(stats)
             except Exception:
                 logger.exception("on_commit failed for step %d; the step is committed", stats.step)
-
-    def _clean_leftovers(self, root: Directory, request: SaveRequest) -> None:
-        """Deletes what earlier runs left half done; before the first save, which may need the room."""
-        try:
-            self._known = self._known or set(commit.committed_steps(root))
-            commit.delete_leftovers(root, request.nonce, self._spared, time.monotonic())
-            self._cleaned = not self._spared
-        except Exception as error:  # noqa: BLE001 - no reason not to save
-            logger.warning("leftovers in %s could not be removed, tried again at the next save: %s", root, error)
-
-    def _clean(self, root: Directory, request: SaveRequest) -> None:
-        """Deletes what no rule keeps, and says which steps are another run's. Its failure harms no checkpoint."""
-        config = request.config
-        try:
-            there = commit.committed_steps(root)
-            if others := set(there) - self._known - {request.step}:
-                logger.warning(
-                    "steps %s in %s were saved by another run since this one began: give each run its directory",
-                    sorted(others), root,
-                )  # fmt: skip
-            self._known = set(there)
-            if config.max_to_keep is None:
-                return
-            steps = {step: name for step, name in there.items() if step not in self.damaged}
-            doomed = steps_to_delete(
-                {step: commit.read_metrics(root / name) if config.keep_best else None for step, name in steps.items()},
-                max_to_keep=config.max_to_keep,
-                keep_period=config.keep_period,
-                keep_best=config.keep_best,
-            )
-            for step in doomed:
-                commit.delete_step(root, steps[step], request.nonce)
-                logger.debug("step %d deleted", step)
-        except Exception as error:  # noqa: BLE001 - the step is committed, whatever goes wrong here
-            logger.warning("cleaning %s after step %d failed, tried again later: %s", root, request.step, error)
 
 
 def _raisable(error: BaseException) -> SaveError:

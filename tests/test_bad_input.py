@@ -253,6 +253,10 @@ def saved_not_due(checkpoint, run, state):
     checkpoint(21, {"x": state})
 
 
+def saved_at_a_traced_step(checkpoint, run, step):
+    checkpoint(step, state_at(30))
+
+
 def saved_what_is_concrete(checkpoint, run, state):
     checkpoint(30, state_at(30))
 
@@ -279,7 +283,16 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("transformed", TRANSFORMED.values(), ids=TRANSFORMED.keys())
 @pytest.mark.parametrize(
-    "call", [saved, saved_not_due, saved_what_is_concrete, saved_with_a_metric, saved_without_a_run, resumed]
+    "call",
+    [
+        saved,
+        saved_not_due,
+        saved_at_a_traced_step,
+        saved_what_is_concrete,
+        saved_with_a_metric,
+        saved_without_a_run,
+        resumed,
+    ],
 )
 def test_a_call_inside_a_function_that_is_traced_is_refused_before_anything_is_written(run, transformed, call):
     with nothing_changes(run), rps.CheckpointCallback(config(run)) as checkpoint:

@@ -195,11 +195,9 @@ def test_the_step_resumed_from_is_not_saved_again(root):
 
 
 def test_a_jax_array_as_step_is_refused_with_what_converting_it_costs(root):
-    with rps.CheckpointCallback(config(root)) as checkpoint:
-        with pytest.raises(TypeError, match=r"got a jax\.Array: converting it would wait for the device"):
-            checkpoint(jnp.asarray(10), state_at(10))
-        with pytest.raises(TypeError, match=r"jax\.Array"):
-            jax.jit(lambda step: checkpoint(step, state_at(10)))(10)
+    said = r"got a jax\.Array: converting it would wait for the device"
+    with rps.CheckpointCallback(config(root)) as checkpoint, pytest.raises(TypeError, match=said):
+        checkpoint(jnp.asarray(10), state_at(10))
     assert names(root) == []
 
 
@@ -1046,6 +1044,26 @@ def test_retention_keeps_the_newest_those_of_the_period_and_the_best_reports_51_
         assert checkpoint.all_steps() == [30, 40, 60, 70]
     for step in (30, 40, 60, 70):
         assert_is_state_at(step, rps.load(root, state_at(0), step=step))
+
+
+@pytest.mark.parametrize(
+    ("metric", "given", "said"),
+    [
+        ("los", {10: {"loss": 1.0, "acc": 0.5}}, "'los'; those given are 'acc', 'loss': did you mean loss?"),
+        ("eval", {30: {"loss": 1.0}}, "'eval'; those given are 'loss'"),
+        ("loss", {}, "'loss'; those given are none"),
+        ("loss", {10: {"loss": float("nan")}}, None),
+        ("loss", {20: {"loss": 1.0, "acc": 0.5}, 30: {"acc": 0.5}}, None),
+    ],
+)
+def test_a_best_metric_that_no_step_has_is_named_once(root, caplog, metric, given, said):
+    keys = config(root, max_to_keep=3, keep_best={"metric": metric, "mode": "min"})
+    with rps.CheckpointCallback(keys) as checkpoint:
+        for step in range(10, 60, 10):
+            checkpoint(step, state_at(step), metrics=given.get(step))
+    found = [message for message in caplog.messages if "keep_best" in message]
+    expected = f"checkpoint.keep_best keeps nothing so far: no step has the metric {said}"
+    assert found == ([expected] if said else [])
 
 
 def test_the_step_before_goes_only_once_the_new_one_is_committed_report_31(root):
