@@ -331,9 +331,14 @@ def commit_faults(marker: bytes, documents: Mapping[str, bytes | None], where: s
             yield name, f"{where}/{name} was changed after it was written"
 
 
-def build_index(digests: Mapping[str, str]) -> bytes:
-    """`.rpsave/process_N/index`, sealed: digests of the chunks and arrays of a process by key, "" for none taken."""
-    return seal(_json({"format": FORMAT_VERSION, "algorithm": "xxh3_64", "chunks": dict(digests)}))
+def build_index(digests: Mapping[str, str], save: str) -> bytes:
+    """`.rpsave/process_N/index`, sealed: digests of the chunks and arrays of a process by key, "" for none taken.
+
+    Args:
+      digests: The digests.
+      save: What tells this save from others, so that their indices differ even without digests.
+    """
+    return seal(_json({"format": FORMAT_VERSION, "algorithm": "xxh3_64", "save": save, "chunks": dict(digests)}))
 
 
 def parse_index(data: bytes, where: str) -> dict[str, str]:

@@ -257,7 +257,7 @@ class SaveRun:
         process = self._group.process
         values = {} if request.data_state is None else {data_key(process): documents.seal(request.data_state)}
         index = documents.build_index(
-            {**engine.digests, **{key: documents.digest(value) for key, value in values.items()}}
+            {**engine.digests, **{key: documents.digest(value) for key, value in values.items()}}, request.nonce
         )
         values[index_key(process)] = index
         report: dict[str, Any] = {"index": documents.digest(index)}

@@ -162,19 +162,21 @@ def test_files_of_one_step_in_the_place_of_anothers_are_found(run, caplog):
     assert resume(run, caplog) == 20
 
 
-def two_steps(root, use_ocdbt):
+def two_steps(root, use_ocdbt, checksum=True):
     """A run whose steps differ in nothing but the values of an array."""
-    settings = {"directory": root, "save_interval_steps": 10, "storage": {"use_ocdbt": use_ocdbt}}
+    storage = {"use_ocdbt": use_ocdbt, "checksum": checksum}
+    settings = {"directory": root, "save_interval_steps": 10, "storage": storage}
     with rps.CheckpointCallback(settings) as checkpoint:
         for step in (10, 20):
             checkpoint(step, {"w": np.full(300, step, np.int32)})
     return settings
 
 
+@pytest.mark.parametrize("checksum", [True, False])
 @pytest.mark.parametrize("use_ocdbt", [True, False])
-def test_the_item_of_another_step_of_equal_shapes_is_found(tmp_path, use_ocdbt, caplog, capsys):
+def test_the_item_of_another_step_of_equal_shapes_is_found(tmp_path, use_ocdbt, checksum, caplog, capsys):
     """Each is sound by itself."""
-    settings = two_steps(tmp_path, use_ocdbt)
+    settings = two_steps(tmp_path, use_ocdbt, checksum)
     shutil.rmtree(tmp_path / "20" / "default")
     shutil.copytree(tmp_path / "10" / "default", tmp_path / "20" / "default")
     said = f"{tmp_path}/20/default: .rpsave/process_0/index was not committed with this step: the arrays are another's"
