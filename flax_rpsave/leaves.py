@@ -295,12 +295,12 @@ def _leaf(path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> Leaf
     """The leaf for a value, or None where there is nothing to store."""
     make = functools.partial(Leaf, path, key_types, original=value)
     where = "/".join(path) or "(the root)"
-    if isinstance(value, jax.core.Tracer):
-        raise UnsupportedLeafError(
-            f"leaf {where} is a tracer, which has no values: it is of a function that jax.jit, jax.grad or another "
-            "transformation traces, or traced earlier. Pass the array that the function returns, outside of it."
-        )
     if isinstance(value, (jax.Array, jax.ShapeDtypeStruct)):
+        if isinstance(value, jax.core.Tracer):
+            raise UnsupportedLeafError(
+                f"leaf {where} is a tracer, which has no values: it is of a function that jax.jit, jax.grad or another "
+                "transformation traces, or traced earlier. Pass the array that the function returns, outside of it."
+            )
         if isinstance(value, jax.Array) and value.is_deleted():
             raise SaveError(
                 f"leaf {where} was deleted: its buffers were donated to a jitted function. "
