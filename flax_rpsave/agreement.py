@@ -9,6 +9,10 @@ until a deadline, and names who has not spoken. Process 0 alone decides. In a pr
     … writes …                                … writes …
     collect                 ←───────────────  report(what was written | why not)
     decide(None | why not)  ───────────────→  hear
+
+Deadlines begin when a process has done its own part. A process that gives up waiting says so, and that process 0 has
+decided against something stays on the service: whoever comes late hears at once that it is over, and is in time for
+what comes next.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,13 +35,25 @@ logger = logging.getLogger("flax_rpsave")
 
 _POLL_SECS = 0.5  # how long one request waits: a failure elsewhere is noticed within this time
 _PROGRESS_SECS = 30.0  # how often a wait for others says that it still waits
-_names = itertools.count()
+_numbers = itertools.count()
+
+
+def stand_aside() -> None:
+    """Takes the number that a `Group` would have had in this process, and says so to those that will wait for it."""
+    name = _next_name()
+    if (client := _compat.coordination_client()) is not None:
+        client.key_value_set(f"{name}/disabled/{jax.process_index()}", "")
+
+
+def _next_name() -> str:
+    return f"rpsave/{next(_numbers)}"
 
 
 class Group:
     """The processes of a run, as one owner of channels knows them.
 
-    Owners are numbered in the order of their making, which must be the same in every process.
+    Owners are numbered in the order of their making, which must be the same in every process: a directory may have
+    another path in each, so it is no name.
 
     Args:
       timeout_secs: How long process 0 waits for the others.
@@ -47,7 +63,7 @@ class Group:
         self.process = jax.process_index()
         self.processes = jax.process_count()
         self.timeout_secs = timeout_secs
-        self._name = f"rpsave/{next(_names)}"
+        self._name = _next_name()
         self._channels: Counter[str] = Counter()
         self._ended: list[str] = []
 
@@ -65,14 +81,29 @@ class Group:
         self._channels[what] += 1
         return Channel(self, f"{self._name}/{what}/{self._channels[what]}", what)
 
-    def forget(self, key: str) -> None:
-        """Removes the words of a channel that every process has left: of the one before the last one."""
+    def forget(self, key: str, *, failed: bool) -> None:
+        """Removes the words of a channel that has ended: of one that failed at once, else of the one before the last.
+
+        That it failed is not removed: a process may not have begun with it yet.
+        """
+        if failed:
+            self._remove(f"{key}/open", f"{key}/report/")
+            return
         self._ended.append(key)
-        if self.decides and len(self._ended) > 1:
-            try:
-                _compat.coordination_client().key_value_delete(self._ended.pop(0) + "/")
-            except jax.errors.JaxRuntimeError as error:
-                logger.debug("the coordination service keeps old words: %s", error)
+        if len(self._ended) > 1:
+            self._remove(self._ended.pop(0) + "/")
+
+    def disabled(self) -> list[int]:
+        """The processes in which the owner is not enabled, as far as they have come."""
+        found = _compat.coordination_client().key_value_dir_get(f"{self._name}/disabled/")
+        return sorted(int(key.rpartition("/")[2]) for key, _ in found)
+
+    def _remove(self, *keys: str) -> None:
+        try:
+            for key in keys:
+                _compat.coordination_client().key_value_delete(key)
+        except jax.errors.JaxRuntimeError as error:
+            logger.debug("the coordination service keeps old words: %s", error)
 
 
 class Channel:
@@ -102,15 +133,16 @@ class Channel:
           SaveError: It has given up instead.
           CommitTimeoutError: It has done neither in time.
         """
-        key, secs = f"{self._key}/open", 2 * self._group.timeout_secs
-        return json.loads(self._wait(key, secs, "process 0 did not begin", or_failure=True))
+        secs = 2 * self._group.timeout_secs
+        if (word := self._wait(f"{self._key}/open", secs, or_failure=True)) is None:
+            raise CommitTimeoutError(f"{self._what}: process 0 did not begin within {secs:g} s")
+        return json.loads(word)
 
     def report(self, word: Mapping[str, Any] | None, failure: str | None = None) -> None:
         """Says what this process did, or why it failed; only the first time counts."""
         if self._group.processes > 1 and not self._reported:
             self._reported = True
-            text = json.dumps({"word": word, "failure": failure})
-            self._client.key_value_set(f"{self._key}/report/{self._group.process}", text)
+            self._set_report(word, failure)
 
     def give_up(self, error: BaseException) -> SaveError | None:
         """Tells the others that this process has failed; returns a failure of theirs that came before."""
@@ -134,37 +166,31 @@ class Channel:
         """
         if self._group.processes == 1:
             return [own]
-        prefix = f"{self._key}/report/"
         began = told = time.monotonic()
         deadline = began + self._group.timeout_secs
         while True:
-            reports = {int(k.rpartition("/")[2]): json.loads(v) for k, v in self._client.key_value_dir_get(prefix)}
+            reports = self._reports()
             for process in sorted(reports):
                 if (failure := reports[process]["failure"]) is not None:
                     raise SaveError(f"{self._what}: process {process} failed: {failure}")
-            missing = [p for p in range(self._group.processes) if p not in reports]
+            missing = self._missing(reports)
             if not missing:
                 return [reports[p]["word"] for p in range(self._group.processes)]
+            self._check_enabled(missing)
             left = deadline - time.monotonic()
             if left <= 0:
-                raise CommitTimeoutError(
-                    f"{self._what}: process{'es' if len(missing) > 1 else ''} {', '.join(map(str, missing))} did not "
-                    f"report within {self._group.timeout_secs:g} s (commit_timeout_secs)"
-                )
+                raise self._too_late(missing)
             if (now := time.monotonic()) - told >= _PROGRESS_SECS:
                 told = now
-                logger.warning(
-                    "%s: waiting for process%s %s since %.0f s",
-                    self._what, "es" if len(missing) > 1 else "", ", ".join(map(str, missing)), now - began,
-                )  # fmt: skip
-            self._try_get(f"{prefix}{missing[0]}", min(left, _POLL_SECS))
+                logger.warning("%s: waiting for %s since %.0f s", self._what, _named(missing), now - began)
+            self._try_get(f"{self._key}/report/{missing[0]}", min(left, _POLL_SECS))
 
     def decide(self, word: Any = None, failure: BaseException | None = None) -> None:
         """Process 0 says how it ended."""
         if self._group.processes > 1:
             decision = {"word": word, "failure": None if failure is None else [type(failure).__name__, str(failure)]}
             self._client.key_value_set(f"{self._key}/decision", json.dumps(decision))
-            self._group.forget(self._key)
+            self._group.forget(self._key, failed=failure is not None)
 
     def hear(self) -> Any:
         """Waits for process 0's decision; returns its word.
@@ -174,13 +200,12 @@ class Channel:
           CommitTimeoutError: Nothing was heard: how it ended is unknown.
         """
         # Process 0 may begin to wait later than this process by as long as its own write takes.
-        decision = json.loads(
-            self._wait(
-                f"{self._key}/decision",
-                2 * self._group.timeout_secs + 30,
-                "process 0 was not heard of, so how this ended is unknown",
+        secs = 2 * self._group.timeout_secs + 30
+        if (text := self._wait(f"{self._key}/decision", secs)) is None:
+            raise CommitTimeoutError(
+                f"{self._what}: process 0 was not heard of, so how this ended is unknown, within {secs:g} s"
             )
-        )
+        decision = json.loads(text)
         if (failure := _failure_of(decision)) is not None:
             raise failure
         return decision["word"]
@@ -195,13 +220,14 @@ class Channel:
         """Every process says a word and gets those of all, by process.
 
         Raises:
-          CommitTimeoutError: One did not report in time.
+          CommitTimeoutError: One did not report in time after this one.
         """
         own = {"shared": word}
         if self._group.processes == 1:
             return [word]
         self.report(own)
         if not self._group.decides:
+            self._wait_for_process_0()
             return list(self.hear())
         try:
             words = [report["shared"] for report in self.collect(own)]
@@ -244,14 +270,57 @@ class Channel:
     def _client(self) -> Any:
         return _compat.coordination_client()
 
-    def _wait(self, key: str, secs: float, otherwise: str, *, or_failure: bool = False) -> str:
+    def _wait_for_process_0(self) -> None:
+        """Waits until process 0 has reported: from then on it is heard of.
+
+        Where it has not in time, this process takes its own report back: process 0, once it comes, is not to go on
+        with what this process has left.
+        """
+        if self._wait(f"{self._key}/report/0", self._group.timeout_secs, or_failure=True) is None:
+            error = self._too_late(self._missing(self._reports()) or [0])
+            self._set_report(None, f"it has given up: {error}")
+            raise error
+
+    def _set_report(self, word: Mapping[str, Any] | None, failure: str | None) -> None:
+        text = json.dumps({"word": word, "failure": failure})
+        self._client.key_value_set(f"{self._key}/report/{self._group.process}", text, allow_overwrite=True)
+
+    def _reports(self) -> dict[int, Mapping[str, Any]]:
+        found = self._client.key_value_dir_get(f"{self._key}/report/")
+        return {int(key.rpartition("/")[2]): json.loads(value) for key, value in found}
+
+    def _missing(self, reports: Mapping[int, Any]) -> list[int]:
+        return [p for p in range(self._group.processes) if p not in reports]
+
+    def _check_enabled(self, missing: Iterable[int]) -> None:
+        """Raises where one that is waited for will never come."""
+        if absent := sorted({*missing}.intersection(self._group.disabled())):
+            raise SaveError(
+                f"{self._what}: checkpoint.enabled is false in {_named(absent)}, and true in process "
+                f"{self._group.process}; it must be the same in all processes"
+            )
+
+    def _too_late(self, missing: Sequence[int]) -> CommitTimeoutError:
+        return CommitTimeoutError(
+            f"{self._what}: {_named(missing)} did not report within {self._group.timeout_secs:g} s "
+            "(commit_timeout_secs): every process must make the same callbacks in the same order, and call them alike"
+        )
+
+    def _wait(self, key: str, secs: float, *, or_failure: bool = False) -> str | None:
+        """Waits for a key that process 0 sets; None where it has not within some seconds.
+
+        Raises:
+          SaveError: Process 0 will not come; or it has given up, with `or_failure`, which is asked for first: what it
+            has said before does not count any more.
+        """
         deadline = time.monotonic() + secs
         while (left := deadline - time.monotonic()) > 0:
-            if (value := self._try_get(key, min(left, _POLL_SECS))) is not None:
-                return value
             if or_failure and (failure := self.failed()) is not None:
                 raise failure
-        raise CommitTimeoutError(f"{self._what}: {otherwise} within {secs:g} s")
+            if (value := self._try_get(key, min(left, _POLL_SECS))) is not None:
+                return value
+            self._check_enabled([0])
+        return None
 
     def _try_get(self, key: str, secs: float) -> str | None:
         """A key's value, or None where there is none within some seconds."""
@@ -261,6 +330,10 @@ class Channel:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
             raise
+
+
+def _named(processes: Sequence[int]) -> str:
+    return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
 
 
 def _failure_of(decision: Mapping[str, Any]) -> SaveError | None:

@@ -13,7 +13,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from flax_rpsave import commit, data_state, documents
+from flax_rpsave import commit, data_state, documents, sharing
+from flax_rpsave.agreement import stand_aside
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory, explained, open_directory
 from flax_rpsave.errors import (
@@ -82,6 +83,7 @@ class CheckpointCallback:
         self._should_stop = False
         self._watch = PreemptionWatch(None)
         if not self.config.enabled:
+            stand_aside()
             return
         self._root = open_directory(self.config.directory, new_context())
         self._saver = Saver(self.config, self._root, on_commit)
@@ -131,7 +133,8 @@ class CheckpointCallback:
 
         Raises:
           StepOrderError: The step goes backwards, or exists in the directory already.
-          SaveError: The state cannot be saved, or the save before failed (with `on_error: raise`).
+          SaveError: The state cannot be saved, or the save before failed (with `on_error: raise`): with several
+            processes, this call's save has begun all the same.
           RPSaveError: This is inside a function that is being traced, or inside `on_commit`.
         """
         begun = time.perf_counter()
@@ -143,7 +146,6 @@ class CheckpointCallback:
             return False
         self._saver.writer.check_thread()
         told_to_stop = self._watch.poll()  # before anything can raise: every process must ask equally often
-        self._report_error(step)
         if self._seen is None and not self._resumed:
             self._check_fresh_start(step)
         previous = step - 1 if self._seen is None else self._seen
@@ -153,20 +155,33 @@ class CheckpointCallback:
             )
         interval = self.config.save_interval_steps
         preempted = told_to_stop and not self._should_stop
-        if not (step // interval > previous // interval or force or preempted):
-            self._seen = step
-            return False
-        if step == self._saved:
-            self._seen = step
-            self._should_stop = self._should_stop or preempted
+        due = step // interval > previous // interval or force or preempted
+        # Several processes must begin the same saves, whichever of them hears first that one has failed: there the call
+        # that raises it saves too. Alone, it leaves that to the next one, before which the cause may be mended.
+        alone = self._saver.group.processes == 1
+        failed = self._take_error(step)
+        if due and not (alone and (failed or step == self._saved)):
+            waited = self._wait_for_save_before(step)
+            failed = failed or self._take_error(step)
+        if failed is not None and alone:
+            raise failed
+        began = due and step != self._saved
+        if began:
+            try:
+                self._save(step, state, begun, waited, metrics, extra)
+            except Exception as error:
+                if failed is not None:
+                    error.add_note(f"besides, {failed}")
+                raise
+        elif due:
             logger.info("step %d is saved already, or being saved; not saved again", step)
-            return False
-        self._save(step, state, begun, metrics, extra)
         self._seen = step  # not where that raised: the boundary is then still to be crossed, by the next call
         if preempted:
             logger.warning("preempted (%s): step %d is being saved, should_stop is set", self._watch.reason, step)
             self._should_stop = True
-        return True
+        if failed is not None:
+            raise failed
+        return began
 
     def resume(
         self,
@@ -265,11 +280,15 @@ class CheckpointCallback:
         except SaveError as failed:
             error.add_note(f"besides, a checkpoint was not saved: {failed}")
 
-    def _save(self, step: int, state: Any, begun: float, metrics: Mapping[str, Any] | None, extra: Any) -> None:
+    def _wait_for_save_before(self, step: int) -> float:
         waited = self._saver.writer.wait()
         if waited > 1e-3:
             logger.info("step %d waited %.3f s for the save before", step, waited)
-        self._report_error(step)
+        return waited
+
+    def _save(
+        self, step: int, state: Any, begun: float, waited: float, metrics: Mapping[str, Any] | None, extra: Any
+    ) -> None:
         with self._saver.writer.announced(step):
             final = self._root / str(step)
             damaged = self._saver.writer.damaged.get(step)
@@ -295,13 +314,19 @@ class CheckpointCallback:
 
     def _report_error(self, step: int | None) -> None:
         """Raises or logs the error of the last save, once."""
+        if (error := self._take_error(step)) is not None:
+            raise error
+
+    def _take_error(self, step: int | None) -> SaveError | None:
+        """The error of the last save, once, for the caller to raise; None where it is to be logged, and is."""
         if (error := self._saver.writer.take_error()) is None:
-            return
+            return None
         self._saved = None
         if self.config.on_error == "raise":
-            raise error
+            return error
         logger.error("at step %s: %s; training goes on (on_error: log)", step, error)
         self._saver.writer.keep_logged(error)
+        return None
 
     def _check_resume_allowed(self, steps: Mapping[int, str]) -> None:
         if self.config.resume == "never" and steps and not self._resumed:
@@ -325,13 +350,17 @@ class CheckpointCallback:
         """The committed steps, as process 0 sees them: all processes then try the same ones."""
         group = self._saver.group
         with group.channel("listing the steps").agreed():
-            steps = commit.committed_steps(self._root) if group.decides else {}
-            if group.decides:
+            own = sharing.view(self._root) if group.decides else None
+            if own is not None:
                 commit.warn_of_no_steps(self._root)
-                if not steps:
+                if not own.steps:
                     commit.check_unprefixed(self._root)
-        shared = group.channel("the steps").share(list(steps.items()))[0]
-        return {int(step): str(name) for step, name in shared}
+        first = sharing.View.of_word(group.channel("the steps").share(own and own.as_word())[0])
+        with group.channel("comparing the steps").agreed():
+            # Only at first: then each save shows whether it is shared, and network file systems may list what was.
+            if not group.decides and self._seen is None:
+                sharing.check_view(self._root, group.process, first)
+        return dict(first.steps)
 
     def _resume_exactly(
         self, step: int, steps: Mapping[int, str], state: Any, init: Any, skip: Sequence[str], rewind: bool

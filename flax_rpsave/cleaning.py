@@ -1,13 +1,16 @@
 """What goes from a run's directory: what interrupted saves left, and the steps that no rule keeps.
 
-Runs on the thread of a save in process 0, and never fails one: what could not be removed is tried again.
+Runs on the thread of a save in process 0, and never fails one: what could not be removed is tried again. A step that
+goes is hidden before the other processes hear of the commit: from then on all see what the rules leave. Its files are
+deleted after that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from flax_rpsave import commit
@@ -30,6 +33,7 @@ class Cleaner:
         self._root = root
         self._cleaned = False
         self._known: set[int] = set()  # committed steps as of this run's last save, or its beginning
+        self._hidden: list[Directory] = []  # no steps any more; their files are still there
         self._spared: dict[str, float] = {}  # leftovers that may be another run's saves, and when they were first seen
         self._metrics: set[str] = set()  # names of those that any step had
         self._warned_of_metric = False
@@ -49,8 +53,8 @@ class Cleaner:
         except Exception as error:  # noqa: BLE001 - no reason not to save
             logger.warning("leftovers in %s could not be removed, tried again at the next save: %s", self._root, error)
 
-    def after(self, step: int, nonce: str, config: CheckpointConfig, damaged: Mapping[int, Any]) -> None:
-        """Deletes the steps that no rule keeps, and says which are another run's.
+    def hide(self, step: int, nonce: str, config: CheckpointConfig, damaged: Mapping[int, Any]) -> None:
+        """Has the steps that no rule keeps be none any more.
 
         Args:
           step: That was committed.
@@ -58,20 +62,44 @@ class Cleaner:
           config: With the rules.
           damaged: Steps that count for none.
         """
+        if config.max_to_keep is None:
+            return
+        with self._harmless(step):
+            there = self._noted_steps(step)
+            self._hide({s: name for s, name in there.items() if s == step or s not in damaged}, nonce, config)
+
+    def after(self, step: int, config: CheckpointConfig) -> None:
+        """Deletes what was hidden; others have heard of the commit.
+
+        Args:
+          step: That was committed.
+          config: With the rules.
+        """
+        with self._harmless(step):
+            if config.max_to_keep is None:  # else that was done already
+                self._noted_steps(step)
+            while self._hidden:
+                commit.discard(self._hidden.pop(0))
+
+    def _noted_steps(self, step: int) -> dict[int, str]:
+        """The committed steps; says which are another run's."""
+        there = commit.committed_steps(self._root)
+        if others := set(there) - self._known - {step}:
+            logger.warning(
+                "steps %s in %s were saved by another run since this one began: give each run its directory",
+                sorted(others), self._root,
+            )  # fmt: skip
+        self._known = set(there)
+        return there
+
+    @contextlib.contextmanager
+    def _harmless(self, step: int) -> Iterator[None]:
         try:
-            there = commit.committed_steps(self._root)
-            if others := set(there) - self._known - {step}:
-                logger.warning(
-                    "steps %s in %s were saved by another run since this one began: give each run its directory",
-                    sorted(others), self._root,
-                )  # fmt: skip
-            self._known = set(there)
-            if config.max_to_keep is not None:
-                self._delete({s: name for s, name in there.items() if s not in damaged}, nonce, config)
+            yield
         except Exception as error:  # noqa: BLE001 - the step is committed, whatever goes wrong here
             logger.warning("cleaning %s after step %d failed, tried again later: %s", self._root, step, error)
 
-    def _delete(self, steps: Mapping[int, str], nonce: str, config: CheckpointConfig) -> None:
+    def _hide(self, steps: Mapping[int, str], nonce: str, config: CheckpointConfig) -> None:
         rule = config.keep_best
         metrics = {step: commit.read_metrics(self._root / name) if rule else None for step, name in steps.items()}
         doomed = steps_to_delete(
@@ -87,5 +115,5 @@ class Cleaner:
                 rule.metric, ", ".join(map(repr, sorted(self._metrics))) or "none", f": {meant}" if meant else "",
             )  # fmt: skip
         for step in doomed:
-            commit.delete_step(self._root, steps[step], nonce)
+            self._hidden.append(commit.hide_step(self._root, steps[step], nonce))
             logger.debug("step %d deleted", step)

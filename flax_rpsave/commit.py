@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -43,10 +43,15 @@ PROCESS_DATABASE = "ocdbt.process_"
 """Each process's own database in an item's directory; the merged one refers to its data files."""
 
 
-def committed_steps(root: Directory) -> dict[int, str]:
-    """Steps that are visible in a run's directory, and the names of their directories, ascending."""
+def committed_steps(root: Directory, known: Container[str] = ()) -> dict[int, str]:
+    """Steps that are visible in a run's directory, and the names of their directories, ascending.
+
+    Args:
+      root: The run's directory.
+      known: Names that are known to be committed: an object store is asked about the others alone.
+    """
     found = {int(name): name for name in root.children() if _STEP.fullmatch(name)}
-    return {step: name for step, name in sorted(found.items()) if is_committed(root / name)}
+    return {step: name for step, name in sorted(found.items()) if name in known or is_committed(root / name)}
 
 
 def warn_of_no_steps(root: Directory) -> None:
@@ -123,6 +128,12 @@ def prepare(final: Directory, nonce: str) -> Directory:
             logger.warning("%s has no %s and is not this package's: moved aside to %s", final, documents.COMMIT, moved)
     place.write(_WRITING, identity.record(nonce))
     return place
+
+
+def is_prepared(final: Directory, nonce: str) -> bool:
+    """Whether `prepare` was called for a save, and what it made is seen from here."""
+    record = workplace(final, nonce).read(_WRITING)
+    return record is not None and identity.save_of(record) == nonce
 
 
 def workplace(final: Directory, nonce: str) -> Directory:
@@ -298,15 +309,16 @@ def move_aside(step: Directory, why: str, nonce: str) -> Directory:
     return target
 
 
-def delete_step(root: Directory, name: str, nonce: str) -> None:
-    """Deletes a step: it stops being one at once, its files go after that."""
+def hide_step(root: Directory, name: str, nonce: str) -> Directory:
+    """A step stops being one, at once; what is returned is to be discarded."""
     if root.renames:
         doomed = workplace(root / name, f"{_DELETED}{nonce}")
         (root / name).move_to(doomed)
     else:
         doomed = root / name
         doomed.write(_WRITING, identity.record(nonce))  # should the deletion be interrupted, it is known what this is
-    discard(doomed)
+        doomed.remove(documents.COMMIT)
+    return doomed
 
 
 def read_metrics(step: Directory) -> dict[str, Any]:

@@ -29,6 +29,11 @@ def described(data: bytes) -> str:
     return f"process {who.get('pid', '?')} on {who.get('host', 'an unknown host')}"
 
 
+def save_of(data: bytes) -> Any:
+    """Which save a record is of."""
+    return _parsed(data).get("save")
+
+
 def state(data: bytes | None) -> Literal["own", "alive", "dead", "unknown"]:
     """What is known of the process that left a record.
 

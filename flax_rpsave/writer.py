@@ -31,7 +31,7 @@ from typing import Any
 import jax
 import tensorstore as ts
 
-from flax_rpsave import commit, divergence, documents, terms
+from flax_rpsave import commit, divergence, documents, sharing, terms
 from flax_rpsave.agreement import Group
 from flax_rpsave.blocks import Helper
 from flax_rpsave.cleaning import Cleaner
@@ -110,8 +110,9 @@ class SaveRequest:
 class SaveRun:
     """One save: the request, and the hand-over of its snapshots between the two threads."""
 
-    def __init__(self, request: SaveRequest, group: Group, engines: Engines):
+    def __init__(self, request: SaveRequest, group: Group, engines: Engines, on_visible: Callable[[SaveRequest], None]):
         self.request = request
+        self._on_visible = on_visible
         self._group = group
         self._engines = engines
         self._channel = group.channel(f"step {request.step}")
@@ -201,10 +202,12 @@ class SaveRun:
             if self._group.decides:
                 self._commit(temporary, item, self._channel.collect(report), context)
                 self._temporary = None  # committed: whatever goes wrong from here on removes nothing
+                committed = time.perf_counter()
+                self._on_visible(request)  # before the others hear, so that all see the same steps from then on
                 self._channel.decide()
             else:
                 self._channel.hear()
-        committed = time.perf_counter()
+                committed = time.perf_counter()
         self._call_ended.wait()
         total = committed - request.begun
         return SaveStats(
@@ -226,6 +229,7 @@ class SaveRun:
         own = terms.terms_of(request.plan, request.config, request.item)
         if not self._group.decides:
             word = self._channel.opened()
+            sharing.check_prepared(request.final, word["nonce"], self._group.process, word["final"])
             terms.check(self._group.process, own, word["terms"], request.plan)
             return commit.workplace(request.final, word["nonce"])
         if request.replaces is not None and request.replaces.exists():  # else an earlier try has moved it
@@ -233,7 +237,7 @@ class SaveRun:
         self._temporary = commit.workplace(request.final, request.nonce)  # whatever of it is there when this fails
         temporary = commit.prepare(request.final, request.nonce)
         self._warn_of_little_room(temporary)
-        self._channel.open({"nonce": request.nonce, "terms": own})
+        self._channel.open({"nonce": request.nonce, "final": str(request.final), "terms": own})
         return temporary
 
     def _warn_of_little_room(self, temporary: Directory) -> None:
@@ -335,7 +339,7 @@ class Writer:
         self._engines = Engines()
         self.stats: SaveStats | None = None
         self.damaged: dict[int, Directory] = {}
-        self._cleaner = Cleaner(root) if root is not None else None
+        self._cleaner = Cleaner(root) if root is not None and group.decides else None
         self._on_commit = on_commit
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -351,7 +355,7 @@ class Writer:
         if self.running:
             raise SaveError(f"step {request.step}: another save is under way; call the callback from one thread only")
         self._logged = None
-        run = SaveRun(request, self._group, self._engines)
+        run = SaveRun(request, self._group, self._engines, self._settle)
         helper = None
         _fail_at_exit(self)
         try:
@@ -417,7 +421,7 @@ class Writer:
                 helper.end()
 
     def _save(self, run: SaveRun, helper: Helper | None) -> None:
-        if self._cleaner is not None and self._group.decides:
+        if self._cleaner is not None:
             self._cleaner.before(run.request.nonce)
         try:
             self.stats = run.execute(helper)
@@ -430,6 +434,11 @@ class Writer:
         if self._group.decides:
             self._after_commit(run.request, self.stats)
 
+    def _settle(self, request: SaveRequest) -> None:
+        """The step is visible; the other processes do not know it yet."""
+        if self._cleaner is not None:
+            self._cleaner.hide(request.step, request.nonce, request.config, self.damaged)
+
     def _after_commit(self, request: SaveRequest, stats: SaveStats) -> None:
         logger.info(
             "step %d committed: %d leaves, %.1f MB in %.2f s (%.2f GB/s) by %s, the loop was blocked for %.1f ms",
@@ -437,7 +446,7 @@ class Writer:
             stats.bytes_written / 1e9 / stats.total_secs, stats.engine, stats.blocking_secs * 1e3,
         )  # fmt: skip
         if self._cleaner is not None:
-            self._cleaner.after(request.step, request.nonce, request.config, self.damaged)
+            self._cleaner.after(request.step, request.config)
         if self._on_commit is not None:
             try:
                 self._on_commit(stats)

@@ -1086,7 +1086,7 @@ def test_steps_that_cannot_be_deleted_fail_no_training_report_50(root, caplog, m
     with rps.CheckpointCallback(config(root, max_to_keep=1)) as checkpoint:
         checkpoint(10, state_at(10))
         with monkeypatch.context() as patch:
-            patch.setattr("flax_rpsave.commit.delete_step", undeletable)
+            patch.setattr("flax_rpsave.commit.hide_step", undeletable)
             checkpoint(20, state_at(20))
             checkpoint.wait()
         assert checkpoint.all_steps() == [10, 20]

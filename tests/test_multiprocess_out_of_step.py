@@ -1,0 +1,212 @@
+"""Processes that do not do the same, or not at the same time, or not in the same place: all are told what differs."""
+
+import shutil
+import textwrap
+
+import numpy as np
+import pytest
+
+import flax_rpsave as rps
+from tests.processes import run
+from tests.test_multiprocess_failures import loop
+
+MEETING = """
+def meet(name):
+    open(f"{directory()}/{name}{process}", "w").close()
+    wait_for(name, range(processes))
+def wait_for(name, others):
+    while not all(os.path.exists(f"{directory()}/{name}{other}") for other in others):
+        time.sleep(0.02)
+def told(action, *args):
+    try:
+        say("done", action(*args))
+    except rps.RPSaveError as error:
+        say(f"{type(error).__name__}:", error)
+os.makedirs(directory(), exist_ok=True)
+"""
+
+
+def script(text):
+    return loop(MEETING) + textwrap.dedent(text)
+
+
+def save_alone(directory, step):
+    """A step of a state such as the loops have, saved by one process."""
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    with rps.CheckpointCallback({"directory": str(directory), "save_interval_steps": 1}) as checkpoint:
+        checkpoint(step, {"w": values + step, "b": values[0] * step})
+
+
+@pytest.mark.parametrize(("absent", "named"), [([0, 2], "processes 0, 2"), ([1], "process 1")], ids=str)
+def test_who_is_away_while_the_others_resume_is_named_in_time_and_the_next_resume_works(tmp_path, absent, named):
+    text = script("""
+    absent = json.loads(sys.argv[3])
+    with rps.CheckpointCallback(config) as checkpoint:
+        if process in absent:
+            wait_for("gone", {*range(processes)} - {*absent})
+        told(lambda: checkpoint.resume(make(0))[1])
+        meet("gone")
+        told(lambda: checkpoint.resume(make(0))[1])
+    """)
+    results = run("import json\n" + text, 3, args=[str(tmp_path), "3", str(absent)])
+    for process, result in enumerate(results):
+        assert result.said[0].startswith(("CommitTimeoutError:", "SaveError:"))
+        assert f"{named} did not report within 3 s (commit_timeout_secs)" in result.said[0], process
+        assert result.said[1] == "done 0"
+
+
+def test_a_directory_that_is_not_shared_is_found_by_resume_in_all_processes(tmp_path):
+    for name, step in (("later1", 5), ("gone0", 5), ("other0", 5), ("other1", 5), ("copied0", 5)):
+        save_alone(tmp_path / name, step)
+    shutil.copytree(tmp_path / "copied0", tmp_path / "copied1")
+    results = run(
+        script("""
+        for name in ("later", "gone", "other", "copied"):
+            with rps.CheckpointCallback({**config, "directory": f"{directory()}/{name}{process}"}) as checkpoint:
+                told(lambda: checkpoint.resume(make(0))[1])
+        # Copies of one checkpoint may be read, but what each would save of the next step is not in one place.
+        with rps.CheckpointCallback({**config, "directory": f"{directory()}/copied{process}"}) as checkpoint:
+            checkpoint.resume(make(0))
+            checkpoint(6, make(6))
+            told(checkpoint.wait)
+        """),
+        2,
+        args=[str(tmp_path), "20"],
+    )
+    views = [
+        ("no steps in {}/later0, process 1 steps [5] in {}/later1", ""),
+        ("steps [5] in {}/gone0, process 1 no steps in {}/gone1", ""),
+        ("steps [5] in {}/other0, process 1 steps [5] in {}/other1", ", of which step 5 is another checkpoint"),
+    ]
+    for result in results:
+        for said, (seen, though) in zip(result.said[:3], views, strict=True):
+            seen = seen.replace("{}", str(tmp_path))
+            assert said.startswith("ConfigError:")
+            assert f"the processes see different checkpoints: process 0 {seen}{though}. " in said
+            assert "must be shared by all processes" in said
+        assert result.said[3] == "done 5"
+        assert result.said[4].startswith("SaveError:")
+        assert f"for {tmp_path}/copied0/6: its own directory is {tmp_path}/copied1/6" in result.said[4]
+        assert "must be shared by all processes" in result.said[4]
+    assert not list(tmp_path.glob("*/6*"))
+
+
+def test_a_process_that_comes_late_to_several_saves_is_in_time_for_the_next_one(tmp_path):
+    results = run(
+        script("""
+        with rps.CheckpointCallback(config) as checkpoint:
+            if process == 1:
+                wait_for("given-up", [0])
+            for step in (1, 2, 3):
+                told(checkpoint, step, make(step))
+                if process == 0:
+                    checkpoint._saver.writer.wait()
+            if process == 0:
+                open(f"{directory()}/given-up0", "w").close()
+            meet("late")
+            for step in (4, 5):
+                told(checkpoint, step, make(step))
+            checkpoint.wait()
+            meet("over")
+            say(checkpoint.all_steps(), [name for name in sorted(os.listdir(directory())) if "tmp" in name])
+        """),
+        2,
+        args=[str(tmp_path), "3"],
+    )
+    for result in results:
+        assert result.said[0] == "done True"
+        for step, said in enumerate(result.said[1:4], start=1):
+            assert said.startswith(f"CommitTimeoutError: step {step}: process 1 did not report within 3 s")
+        assert result.said[4:] == ["done True", "[4, 5] []"]
+
+
+def test_a_late_process_and_one_that_knows_already_both_save_the_last_step_again(tmp_path):
+    """What one has heard of in the call, and another has not yet, makes no difference to what they save."""
+    results = run(
+        script("""
+        with rps.CheckpointCallback({**config, "on_error": "log"}) as checkpoint:
+            if process == 1:
+                wait_for("given-up", [0])
+            told(checkpoint, 1, make(1))
+            if process == 0:
+                checkpoint._saver.writer.wait()
+                open(f"{directory()}/given-up0", "w").close()
+            checkpoint(1, make(1), force=True)
+        say(checkpoint.all_steps())
+        """),
+        2,
+        args=[str(tmp_path), "4"],
+    )
+    assert [result.said for result in results] == [["done True", "[1]"]] * 2
+
+
+def test_a_callback_that_is_not_enabled_in_one_process_is_named_and_the_others_of_its_run_work(tmp_path):
+    results = run(
+        script("""
+        def made(name, enabled=True):
+            return rps.CheckpointCallback({**config, "directory": f"{directory()}/{name}", "enabled": enabled})
+        only_0, only_1, both = made("only0", process == 0), made("only1", process == 1), made("both")
+        for checkpoint in (only_0, only_1, both):
+            told(lambda: checkpoint.resume(make(0))[1])
+            told(checkpoint, 1, make(1))
+            told(checkpoint.wait)
+        """),
+        2,
+        args=[str(tmp_path), "60"],
+    )
+    enabled = ["done 0", "done True", "done None"]
+    disabled = ["done 0", "done False", "done None"]
+    for process, result in enumerate(results):
+        resume, call, wait = result.said[process * 3 : process * 3 + 3]
+        for said in (resume, wait):
+            assert said.startswith("SaveError:")
+            assert f"checkpoint.enabled is false in process {1 - process}, and true in process {process}" in said
+        assert call == "done True"
+        assert result.said[(1 - process) * 3 : (1 - process) * 3 + 3] == disabled
+        assert result.said[6:] == enabled
+    assert not list(tmp_path.glob("only*/1"))
+
+
+def test_callbacks_made_in_another_order_are_named_and_commit_nothing(tmp_path):
+    results = run(
+        script("""
+        def made(name):
+            return rps.CheckpointCallback({**config, "directory": f"{directory()}/{name}"})
+        first, second = made(f"run{process}"), made(f"run{1 - process}")
+        for checkpoint in (first, second):
+            checkpoint(1, make(1))
+        for checkpoint in (first, second):
+            told(checkpoint.wait)
+            say(checkpoint.all_steps())
+        """),
+        2,
+        args=[str(tmp_path), "20"],
+    )
+    for result in results:
+        assert result.said[1::2] == ["[]", "[]"]
+        for said, process in zip(result.said[::2], (0, 1), strict=True):
+            assert said.startswith("SaveError:")
+            assert f"for {tmp_path}/run{process}/1: its own directory is {tmp_path}/run{1 - process}/1" in said
+            assert "must make the same callbacks in the same order" in said
+
+
+def test_once_a_commit_is_known_no_process_sees_a_step_that_retention_does_not_keep(tmp_path):
+    results = run(
+        script("""
+        from flax_rpsave.agreement import Channel
+        decide = Channel.decide
+        def deciding(self, *args, **kwargs):
+            say(self._what, checkpoint.all_steps())
+            decide(self, *args, **kwargs)
+        Channel.decide = deciding
+        with rps.CheckpointCallback({**config, "max_to_keep": 1}) as checkpoint:
+            for step in (1, 2):
+                checkpoint(step, make(step))
+        say(checkpoint.all_steps())
+        """),
+        2,
+        args=[str(tmp_path), "20"],
+    )
+    assert results[0].said == ["step 1 [1]", "step 2 [2]", "[2]"]
+    assert results[1].said == ["[2]"]
+    assert [path.name for path in tmp_path.iterdir()] == ["2"]
