@@ -118,7 +118,7 @@ class CheckpointConfig(Block):
     on_error: str = setting(one_of("raise", "log"), "raise")
     """What a background failure does at the next call: `raise` or `log`. A failed last save always raises at close."""
     commit_timeout_secs: float = setting(positive(), 600)
-    """How long process 0 waits for the others after its own write, in seconds."""
+    """How long process 0 waits for the others after its own write, and each for the others in `resume`, in seconds."""
     save_on_preemption: bool = setting(boolean(), True)
     """Whether a preemption signal saves at the next call and sets `should_stop`."""
     preemption_signals: tuple[str, ...] = setting(signal_names(), ("SIGTERM",))

@@ -120,6 +120,28 @@ def test_a_process_that_comes_late_to_several_saves_is_in_time_for_the_next_one(
         assert result.said[4:] == ["done True", "[4, 5] []"]
 
 
+def test_process_0_that_comes_late_to_a_save_hears_why_it_is_over_and_the_next_save_works(tmp_path):
+    results = run(
+        script("""
+        with rps.CheckpointCallback(config) as checkpoint:
+            if process == 0:
+                wait_for("given-up", [1, 2])
+            checkpoint(1, make(1))
+            told(checkpoint.wait)
+            open(f"{directory()}/given-up{process}", "w").close()
+            meet("late")
+            told(checkpoint, 2, make(2))
+        say(checkpoint.all_steps())
+        """),
+        3,
+        args=[str(tmp_path), "2"],
+    )
+    for process, result in enumerate(results):
+        assert result.said[0].startswith("CommitTimeoutError:" if process else "SaveError: step 1: process 1 failed:")
+        assert "step 1: process 0 did not begin within 4 s" in result.said[0]
+        assert result.said[1:] == ["done True", "[2]"]
+
+
 def test_a_late_process_and_one_that_knows_already_both_save_the_last_step_again(tmp_path):
     """What one has heard of in the call, and another has not yet, makes no difference to what they save."""
     results = run(
