@@ -247,9 +247,9 @@ def test_the_loops_thread_makes_no_collective_and_no_coordination_call_in_a_late
     calls = []
     class Counting:
         def __getattr__(self, name):
-            def call(*args):
+            def call(*args, **keys):
                 calls.append((threading.current_thread() is threading.main_thread(), name))
-                return getattr(real, name)(*args)
+                return getattr(real, name)(*args, **keys)
             return call
     distributed.global_state.client = Counting()  # whoever calls it: this package, jax, Orbax
     state = {f"leaf{i}": put(np.ones((64, 64), np.float32)) for i in range(74)}
