@@ -203,7 +203,7 @@ class Channel:
         secs = 2 * self._group.timeout_secs + 30
         if (text := self._wait(f"{self._key}/decision", secs)) is None:
             raise CommitTimeoutError(
-                f"{self._what}: process 0 was not heard of, so how this ended is unknown, within {secs:g} s"
+                f"{self._what}: process 0 was not heard of within {secs:g} s, so how this ended is unknown"
             )
         decision = json.loads(text)
         if (failure := _failure_of(decision)) is not None:
@@ -303,7 +303,7 @@ class Channel:
     def _too_late(self, missing: Sequence[int]) -> CommitTimeoutError:
         return CommitTimeoutError(
             f"{self._what}: {_named(missing)} did not report within {self._group.timeout_secs:g} s "
-            "(commit_timeout_secs): every process must make the same callbacks in the same order, and call them alike"
+            "(commit_timeout_secs); all must make the same callbacks in the same order, and call them at the same steps"
         )
 
     def _wait(self, key: str, secs: float, *, or_failure: bool = False) -> str | None:
