@@ -13,6 +13,7 @@ from typing import Any
 from flax_rpsave import commit, documents
 from flax_rpsave.directory import Directory
 from flax_rpsave.errors import ConfigError, SaveError
+from flax_rpsave.reading import reading
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,12 @@ class View:
 def view(root: Directory, first: View | None = None) -> View:
     """What this process sees; `first`: what process 0 does, which an object store is not asked about again."""
     steps = commit.committed_steps(root, known=() if first is None else first.steps.values())
-    newest = None
-    if steps and (data := (root / steps[max(steps)]).read(documents.CHECKPOINT)) is not None:
-        newest = documents.digest(data)
-    return View(str(root), steps, newest)
+    data = None
+    if steps:
+        step = root / steps[max(steps)]
+        with reading(str(step)):
+            data = step.read(documents.CHECKPOINT)
+    return View(str(root), steps, None if data is None else documents.digest(data))
 
 
 def check_view(root: Directory, process: int, first: View) -> None:
