@@ -69,7 +69,7 @@ def integer(minimum: int, *, nullable: bool = False) -> Check:
 
     def read(value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < minimum:
-            raise ValueError(_foreign.number_meant(value, whole=True))
+            raise ValueError(_foreign.number_meant(value, whole=True, least=minimum))
         return int(value)
 
     return Check(f"an integer of at least {minimum}", read, nullable)

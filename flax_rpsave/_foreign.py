@@ -160,12 +160,13 @@ def hint_for_value(name: str, value: Any, *, nullable: bool) -> str:
     return _INSTEAD.get(name, "")
 
 
-def number_meant(value: object, *, whole: bool) -> str:
-    """What to write for a refused value that shows a number; empty where it shows none, or is one that is out of range.
+def number_meant(value: object, *, whole: bool, least: int = 1) -> str:
+    """What to write for a refused value that shows a number; empty where it shows none, or one that is too small.
 
     Args:
         value: text, or a number.
         whole: whether only integers are accepted.
+        least: the least of them; of others, all above 0 are.
     """
     why, number = "", None
     if isinstance(value, str):
@@ -174,6 +175,8 @@ def number_meant(value: object, *, whole: bool) -> str:
         number = _number(str(value))
     if number is None:
         return f"{why}write a plain number such as 1000, without a unit" if why else ""
+    if number < least if whole else number <= 0:
+        return ""
     if whole and isinstance(number, float):
         return f"{why}write a whole number such as {math.ceil(number)}"
     return f"{why}write {number}"

@@ -10,9 +10,9 @@ until a deadline, and names who has not spoken. Process 0 alone decides. In a pr
     collect                 ←───────────────  report(what was written | why not)
     decide(None | why not)  ───────────────→  hear
 
-Deadlines begin when a process has done its own part. A process that gives up waiting says so, and that process 0 has
-decided against something stays on the service: whoever comes late hears at once that it is over, and is in time for
-what comes next.
+Deadlines begin when a process has done its own part. A process that gives up waiting for process 0 to begin says so,
+and that process 0 has decided against something stays on the service: whoever comes late hears at once that it is over,
+and is in time for what comes next.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Group:
     another path in each, so it is no name.
 
     Args:
-      timeout_secs: How long process 0 waits for the others.
+      timeout_secs: How long process 0 waits for the others, and each for process 0 to begin.
     """
 
     def __init__(self, timeout_secs: float):
@@ -134,7 +134,7 @@ class Channel:
           CommitTimeoutError: It has done neither in time.
         """
         secs = 2 * self._group.timeout_secs
-        if (word := self._wait(f"{self._key}/open", secs, or_failure=True)) is None:
+        if (word := self._wait(f"{self._key}/open", secs, begun=False)) is None:
             raise CommitTimeoutError(f"{self._what}: process 0 did not begin within {secs:g} s")
         return json.loads(word)
 
@@ -220,6 +220,7 @@ class Channel:
         """Every process says a word and gets those of all, by process.
 
         Raises:
+          SaveError: Process 0 has given up, or one that is waited for is not enabled.
           CommitTimeoutError: One did not report in time after this one.
         """
         own = {"shared": word}
@@ -244,7 +245,7 @@ class Channel:
         Raises:
           RPSaveError: This process's error, or another's in its words. One that is no `CorruptCheckpointError` comes
             before one that is, so that all fall back, or none does.
-          CommitTimeoutError: A process did not get through the block in time.
+          SaveError, CommitTimeoutError: See `share`.
         """
         own: BaseException | None = None
         try:
@@ -274,12 +275,13 @@ class Channel:
         """Waits until process 0 has reported: from then on it is heard of.
 
         Where it has not in time, this process takes its own report back: process 0, once it comes, is not to go on
-        with what this process has left.
+        with what this process has left. If it comes at that moment, what it decides counts.
         """
-        if self._wait(f"{self._key}/report/0", self._group.timeout_secs, or_failure=True) is None:
+        if self._wait(f"{self._key}/report/0", self._group.timeout_secs, begun=False) is None:
             error = self._too_late(self._missing(self._reports()) or [0])
             self._set_report(None, f"it has given up: {error}")
-            raise error
+            if 0 not in self._reports():
+                raise error
 
     def _set_report(self, word: Mapping[str, Any] | None, failure: str | None) -> None:
         text = json.dumps({"word": word, "failure": failure})
@@ -306,20 +308,26 @@ class Channel:
             "(commit_timeout_secs); all must make the same callbacks in the same order, and call them at the same steps"
         )
 
-    def _wait(self, key: str, secs: float, *, or_failure: bool = False) -> str | None:
+    def _wait(self, key: str, secs: float, *, begun: bool = True) -> str | None:
         """Waits for a key that process 0 sets; None where it has not within some seconds.
 
+        Args:
+          key: The key.
+          secs: How long to wait.
+          begun: Whether process 0 is known to have begun. Else it may give up instead, which is asked for first: what
+            it has said before does not count any more.
+
         Raises:
-          SaveError: Process 0 will not come; or it has given up, with `or_failure`, which is asked for first: what it
-            has said before does not count any more.
+          SaveError: It has given up, or will not come.
         """
         deadline = time.monotonic() + secs
         while (left := deadline - time.monotonic()) > 0:
-            if or_failure and (failure := self.failed()) is not None:
+            if not begun and (failure := self.failed()) is not None:
                 raise failure
             if (value := self._try_get(key, min(left, _POLL_SECS))) is not None:
                 return value
-            self._check_enabled([0])
+            if not begun:
+                self._check_enabled([0])
         return None
 
     def _try_get(self, key: str, secs: float) -> str | None:

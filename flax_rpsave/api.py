@@ -65,6 +65,7 @@ def save(
     Raises:
       StepOrderError: The directory exists.
       SaveError: The state cannot be saved.
+      RPSaveError: This is inside a function that is being traced.
     """
     check_outside_of_tracing("save")
     final = open_directory(path, new_context())

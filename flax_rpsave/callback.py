@@ -133,8 +133,8 @@ class CheckpointCallback:
 
         Raises:
           StepOrderError: The step goes backwards, or exists in the directory already.
-          SaveError: The state cannot be saved, or the save before failed (with `on_error: raise`): with several
-            processes, this call's save has begun all the same.
+          SaveError: The state cannot be saved, or the save before failed (with `on_error: raise`). With several
+            processes, a save that is due has begun all the same.
           RPSaveError: This is inside a function that is being traced, or inside `on_commit`.
         """
         begun = time.perf_counter()
@@ -145,7 +145,8 @@ class CheckpointCallback:
         if not self.config.enabled:
             return False
         self._saver.writer.check_thread()
-        told_to_stop = self._watch.poll()  # before anything can raise: every process must ask equally often
+        # Every process must ask equally often: before what may raise in one, after what on_commit does in process 0.
+        told_to_stop = self._watch.poll()
         if self._seen is None and not self._resumed:
             self._check_fresh_start(step)
         previous = step - 1 if self._seen is None else self._seen
@@ -156,15 +157,16 @@ class CheckpointCallback:
         interval = self.config.save_interval_steps
         preempted = told_to_stop and not self._should_stop
         due = step // interval > previous // interval or force or preempted
-        # Several processes must begin the same saves, whichever of them hears first that one has failed: there the call
-        # that raises it saves too. Alone, it leaves that to the next one, before which the cause may be mended.
         alone = self._saver.group.processes == 1
+        waited = self._wait_for_save_before(step) if due and not (alone and step == self._saved) else 0.0
         failed = self._take_error(step)
-        if due and not (alone and (failed or step == self._saved)):
-            waited = self._wait_for_save_before(step)
-            failed = failed or self._take_error(step)
-        if failed is not None and alone:
+        # Several processes must begin the same saves, whichever of them hears first that one has failed, and whichever
+        # cannot begin: there a call that raises is over all the same. Alone, what was due is left to the next call,
+        # before which the cause may be mended.
+        if alone and failed is not None:
             raise failed
+        if not alone:
+            self._pass(step, preempted)
         began = due and step != self._saved
         if began:
             try:
@@ -175,10 +177,8 @@ class CheckpointCallback:
                 raise
         elif due:
             logger.info("step %d is saved already, or being saved; not saved again", step)
-        self._seen = step  # not where that raised: the boundary is then still to be crossed, by the next call
-        if preempted:
-            logger.warning("preempted (%s): step %d is being saved, should_stop is set", self._watch.reason, step)
-            self._should_stop = True
+        if alone:
+            self._pass(step, preempted)
         if failed is not None:
             raise failed
         return began
@@ -211,6 +211,10 @@ class CheckpointCallback:
           TreeMismatchError: What is stored does not fit the target.
           CorruptCheckpointError: There are steps, and none of them verifies.
           DataStateError: Data state in the checkpoint without `data` here, or the other way.
+          SaveError: A save before failed; or, of several processes, one does not do the same (`CommitTimeoutError`: in
+            time).
+          ConfigError: `resume: never`, and there are steps; or the processes do not share the directory.
+          RPSaveError: This is inside a function that is being traced, or inside `on_commit`.
         """
         if self._closed:
             raise SaveError("the callback is closed: make a new one to resume")
@@ -280,6 +284,13 @@ class CheckpointCallback:
         except SaveError as failed:
             error.add_note(f"besides, a checkpoint was not saved: {failed}")
 
+    def _pass(self, step: int, preempted: bool) -> None:
+        """The next call goes on from this step."""
+        self._seen = step
+        if preempted:
+            logger.warning("preempted (%s): step %d is being saved, should_stop is set", self._watch.reason, step)
+            self._should_stop = True
+
     def _wait_for_save_before(self, step: int) -> float:
         waited = self._saver.writer.wait()
         if waited > 1e-3:
@@ -338,6 +349,8 @@ class CheckpointCallback:
     def _check_fresh_start(self, step: int) -> None:
         steps = commit.committed_steps(self._root)
         self._check_resume_allowed(steps)
+        if not steps:
+            commit.check_unprefixed(self._root)
         self._existing = set(steps)
         ahead = [s for s in self._existing if s >= step]
         if ahead:
@@ -350,15 +363,16 @@ class CheckpointCallback:
         """The committed steps, as process 0 sees them: all processes then try the same ones."""
         group = self._saver.group
         with group.channel("listing the steps").agreed():
-            own = sharing.view(self._root) if group.decides else None
-            if own is not None:
-                commit.warn_of_no_steps(self._root)
+            word = None
+            if group.decides:
+                own = sharing.view(self._root)
+                word = own.as_word()
+                commit.warn_of_passed_over(self._root)
                 if not own.steps:
                     commit.check_unprefixed(self._root)
-        first = sharing.View.of_word(group.channel("the steps").share(own and own.as_word())[0])
+        first = sharing.View.of_word(group.channel("the steps").share(word)[0])
         with group.channel("comparing the steps").agreed():
-            # Only at first: then each save shows whether it is shared, and network file systems may list what was.
-            if not group.decides and self._seen is None:
+            if not group.decides and self._seen is None:  # after that each save shows whether it is shared
                 sharing.check_view(self._root, group.process, first)
         return dict(first.steps)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from flax_rpsave import commit
@@ -27,15 +27,18 @@ class Cleaner:
 
     Args:
       root: The directory.
+      config: With the rules of what is kept.
     """
 
-    def __init__(self, root: Directory):
+    def __init__(self, root: Directory, config: CheckpointConfig):
         self._root = root
+        self._config = config
         self._cleaned = False
         self._known: set[int] = set()  # committed steps as of this run's last save, or its beginning
+        self._metrics: dict[int, Mapping[str, Any]] = {}  # of those, where a rule asks for them
+        self._given: set[str] = set()  # names of metrics that any step had
         self._hidden: list[Directory] = []  # no steps any more; their files are still there
         self._spared: dict[str, float] = {}  # leftovers that may be another run's saves, and when they were first seen
-        self._metrics: set[str] = set()  # names of those that any step had
         self._warned_of_metric = False
 
     def before(self, nonce: str) -> None:
@@ -53,33 +56,45 @@ class Cleaner:
         except Exception as error:  # noqa: BLE001 - no reason not to save
             logger.warning("leftovers in %s could not be removed, tried again at the next save: %s", self._root, error)
 
-    def hide(self, step: int, nonce: str, config: CheckpointConfig, damaged: Mapping[int, Any]) -> None:
+    def hide_unkept(self, step: int, nonce: str, damaged: Container[int]) -> None:
         """Has the steps that no rule keeps be none any more.
 
         Args:
           step: That was committed.
           nonce: Of its save.
-          config: With the rules.
           damaged: Steps that count for none.
         """
-        if config.max_to_keep is None:
-            return
         with self._harmless(step):
             there = self._noted_steps(step)
-            self._hide({s: name for s, name in there.items() if s == step or s not in damaged}, nonce, config)
+            if self._config.max_to_keep is None:
+                return
+            sound = {s: name for s, name in there.items() if s == step or s not in damaged}
+            if self._config.keep_best:
+                known = {s: self._metrics[s] for s in sound if s != step and s in self._metrics}
+                read = {s: commit.read_metrics(self._root / name) for s, name in sound.items() if s not in known}
+                self._metrics = known | read
+                self._given.update(*read.values())
+            doomed = steps_to_delete(
+                {s: self._metrics.get(s) for s in sound},
+                max_to_keep=self._config.max_to_keep,
+                keep_period=self._config.keep_period,
+                keep_best=self._config.keep_best,
+            )
+            self._warn_of_metric(bool(doomed))
+            for s in doomed:
+                self._hidden.append(commit.hide_step(self._root, sound[s], nonce))
+                logger.debug("step %d deleted", s)
 
-    def after(self, step: int, config: CheckpointConfig) -> None:
-        """Deletes what was hidden; others have heard of the commit.
+    def delete_hidden(self, step: int) -> None:
+        """Deletes the files of what was hidden, once the others have heard of the commit.
 
         Args:
           step: That was committed.
-          config: With the rules.
         """
-        with self._harmless(step):
-            if config.max_to_keep is None:  # else that was done already
-                self._noted_steps(step)
-            while self._hidden:
-                commit.discard(self._hidden.pop(0))
+        for place in tuple(self._hidden):
+            with self._harmless(step):
+                commit.discard(place)
+                self._hidden.remove(place)
 
     def _noted_steps(self, step: int) -> dict[int, str]:
         """The committed steps; says which are another run's."""
@@ -92,28 +107,23 @@ class Cleaner:
         self._known = set(there)
         return there
 
+    def _warn_of_metric(self, some_go: bool) -> None:
+        """Says once that no step has the metric that the best are to be told by."""
+        rule = self._config.keep_best
+        given = self._given
+        # Where no metric was given yet, one may follow; but a step that goes will not come back for it.
+        if rule is None or rule.metric in given or not (given or some_go) or self._warned_of_metric:
+            return
+        self._warned_of_metric = True
+        meant = close_match(rule.metric, given)
+        logger.warning(
+            "checkpoint.keep_best keeps nothing so far: no step has the metric %r; those given are %s%s",
+            rule.metric, ", ".join(map(repr, sorted(given))) or "none", f": {meant}" if meant else "",
+        )  # fmt: skip
+
     @contextlib.contextmanager
     def _harmless(self, step: int) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # noqa: BLE001 - the step is committed, whatever goes wrong here
             logger.warning("cleaning %s after step %d failed, tried again later: %s", self._root, step, error)
-
-    def _hide(self, steps: Mapping[int, str], nonce: str, config: CheckpointConfig) -> None:
-        rule = config.keep_best
-        metrics = {step: commit.read_metrics(self._root / name) if rule else None for step, name in steps.items()}
-        doomed = steps_to_delete(
-            metrics, max_to_keep=config.max_to_keep, keep_period=config.keep_period, keep_best=rule
-        )
-        self._metrics.update(*(of_step or () for of_step in metrics.values()))
-        # Where no metric was given yet, one may follow; but a step that goes will not come back for it.
-        if rule and rule.metric not in self._metrics and (self._metrics or doomed) and not self._warned_of_metric:
-            self._warned_of_metric = True
-            meant = close_match(rule.metric, self._metrics)
-            logger.warning(
-                "checkpoint.keep_best keeps nothing so far: no step has the metric %r; those given are %s%s",
-                rule.metric, ", ".join(map(repr, sorted(self._metrics))) or "none", f": {meant}" if meant else "",
-            )  # fmt: skip
-        for step in doomed:
-            self._hidden.append(commit.hide_step(self._root, steps[step], nonce))
-            logger.debug("step %d deleted", step)

@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import logging
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorstore as ts
@@ -43,18 +43,13 @@ PROCESS_DATABASE = "ocdbt.process_"
 """Each process's own database in an item's directory; the merged one refers to its data files."""
 
 
-def committed_steps(root: Directory, known: Container[str] = ()) -> dict[int, str]:
-    """Steps that are visible in a run's directory, and the names of their directories, ascending.
-
-    Args:
-      root: The run's directory.
-      known: Names that are known to be committed: an object store is asked about the others alone.
-    """
+def committed_steps(root: Directory) -> dict[int, str]:
+    """Steps that are visible in a run's directory, and the names of their directories, ascending."""
     found = {int(name): name for name in root.children() if _STEP.fullmatch(name)}
-    return {step: name for step, name in sorted(found.items()) if name in known or is_committed(root / name)}
+    return {step: name for step, name in sorted(found.items()) if is_committed(root / name)}
 
 
-def warn_of_no_steps(root: Directory) -> None:
+def warn_of_passed_over(root: Directory) -> None:
     """Names what is called like a step and is none: what is no directory; in an object store, what has no marker."""
     if root.renames:
         if found := [name for name in root.files() if _STEP.fullmatch(name)]:
@@ -116,7 +111,8 @@ def prepare(final: Directory, nonce: str) -> Directory:
       SaveError: Another run is writing it (in an object store; else each has its own).
     """
     place = workplace(final, nonce)
-    if final.exists() if final.renames else is_committed(final):  # on a file system the rename would find it, too late
+    taken = final.exists() if final.renames else is_committed(final)
+    if taken:  # on a file system the rename would find it, too late
         raise FileExistsError(f"{final} exists already and is not overwritten")
     if not final.renames:
         if (writer := final.read(_WRITING)) is not None and identity.state(writer) == "alive":

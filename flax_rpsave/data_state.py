@@ -6,7 +6,8 @@ them, and a list is no tuple. Each process has its own state; what belongs to N 
 would have to go on.
 
 Stored is JSON in which every value is an object with one key, which says how it is written: `{"json": …}` for what JSON
-gives back as it was, else `bytes`, `list`, `tuple`, `dict`, `array` or `scalar`.
+gives back as it was, else `bytes`, `list`, `tuple`, `dict`, `array` or `scalar`. A list of many indices so takes no
+more room than it must.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ def encode(data: Any) -> bytes | None:
     """
     if data is None or data is False:
         return None
+    state = data.get_state()
     try:
-        return json.dumps(_encoded(data.get_state(), "data.get_state()")).encode()
+        return json.dumps(_encoded(state, "data.get_state()")).encode()
+    except DataStateError:
+        raise
     except (RecursionError, ValueError) as error:  # ValueError: a number of more digits than Python writes
         raise DataStateError(f"data.get_state() cannot be stored: {error}") from error
 

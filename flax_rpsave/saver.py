@@ -13,6 +13,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from flax_rpsave.agreement import Group
+from flax_rpsave.cleaning import Cleaner
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory
 from flax_rpsave.divergence import compared_leaves
@@ -46,7 +47,8 @@ class Saver:
         self.config = config
         self.nonce = secrets.token_hex(4)
         self.group = Group(config.commit_timeout_secs)
-        self.writer = Writer(root, self.group, on_commit)
+        cleaner = Cleaner(root, config) if root is not None and self.group.decides else None
+        self.writer = Writer(cleaner, self.group, on_commit)
         self._signature: Any = None
         self._snapshotter: Snapshotter | None = None
 

@@ -43,15 +43,20 @@ class View:
         return f"{f'steps {list(self.steps)}' if self.steps else 'no steps'} in {self.root}"
 
 
-def view(root: Directory, first: View | None = None) -> View:
-    """What this process sees; `first`: what process 0 does, which an object store is not asked about again."""
-    steps = commit.committed_steps(root, known=() if first is None else first.steps.values())
-    data = None
-    if steps:
-        step = root / steps[max(steps)]
-        with reading(str(step)):
-            data = step.read(documents.CHECKPOINT)
-    return View(str(root), steps, None if data is None else documents.digest(data))
+def view(root: Directory) -> View:
+    """What this process sees."""
+    steps = commit.committed_steps(root)
+    return View(str(root), steps, _newest(root, steps))
+
+
+def _newest(root: Directory, steps: Mapping[int, str]) -> str | None:
+    """Digest of the document of the newest of these steps."""
+    if not steps:
+        return None
+    step = root / steps[max(steps)]
+    with reading(str(step)):
+        data = step.read(documents.CHECKPOINT)
+    return None if data is None else documents.digest(data)
 
 
 def check_view(root: Directory, process: int, first: View) -> None:
@@ -60,8 +65,11 @@ def check_view(root: Directory, process: int, first: View) -> None:
     Raises:
       ConfigError: What this process sees is not what process 0 sees.
     """
-    own = view(root, first)
-    if (own.steps, own.newest) == (first.steps, first.newest):
+    # The newest is asked for by its name: a network file system may list what was there some seconds ago.
+    if first.newest is not None and _newest(root, first.steps) == first.newest:
+        return
+    own = view(root)
+    if first.newest is None and own.steps == first.steps:
         return
     though = f", of which step {max(own.steps)} is another checkpoint" if own.steps == first.steps else ""
     raise ConfigError(
@@ -84,8 +92,7 @@ def check_prepared(final: Directory, nonce: str, process: int, first_final: str)
     """
     if commit.is_prepared(final, nonce):
         return
-    where = "the same path" if first_final == str(final) else str(final)
     raise SaveError(
-        f"process {process} does not see what process 0 has prepared for {first_final}: its own directory is {where}. "
+        f"process {process} does not see at {final} what process 0 has prepared at {first_final}. "
         "The directory must be shared by all processes, and they must make the same callbacks in the same order"
     )

@@ -414,7 +414,7 @@ def _read_digests(
     digests: dict[str, str] = {}
     writers: dict[str, int] = {}
     processes = own.get("processes")
-    committed = dict(enumerate(own.get("indices", ())))  # empty where an older version saved
+    committed = own.get("indices", [])  # none where an older version saved
     for process in itertools.count() if processes is None else range(processes):
         key = index_key(process)
         found = store.read(key).result()
@@ -423,7 +423,7 @@ def _read_digests(
                 raise CorruptCheckpointError(f"{place}: {key} is missing")
             break
         index = documents.parse_index(found.value, f"{place}/{key}")
-        if process in committed and documents.digest(found.value) != committed[process]:
+        if process < len(committed) and documents.digest(found.value) != committed[process]:
             raise CorruptCheckpointError(f"{place}: {key} was not committed with this step: the arrays are another's")
         digests.update(index)
         writers.update(dict.fromkeys(index, process))

@@ -324,14 +324,14 @@ class Writer:
     """Runs saves one after the other, each on a thread of its own.
 
     Args:
-      root: The run's directory, where retention deletes; None for a save without one.
+      cleaner: Of the run's directory; None for a save without one, and in processes other than 0.
       group: The processes that save together.
       on_commit: Called with each commit's stats, in the background of process 0.
     """
 
     def __init__(
         self,
-        root: Directory | None,
+        cleaner: Cleaner | None,
         group: Group,
         on_commit: Callable[[SaveStats], None] | None = None,
     ):
@@ -339,7 +339,7 @@ class Writer:
         self._engines = Engines()
         self.stats: SaveStats | None = None
         self.damaged: dict[int, Directory] = {}
-        self._cleaner = Cleaner(root) if root is not None and group.decides else None
+        self._cleaner = cleaner
         self._on_commit = on_commit
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -437,7 +437,7 @@ class Writer:
     def _settle(self, request: SaveRequest) -> None:
         """The step is visible; the other processes do not know it yet."""
         if self._cleaner is not None:
-            self._cleaner.hide(request.step, request.nonce, request.config, self.damaged)
+            self._cleaner.hide_unkept(request.step, request.nonce, self.damaged)
 
     def _after_commit(self, request: SaveRequest, stats: SaveStats) -> None:
         logger.info(
@@ -446,7 +446,7 @@ class Writer:
             stats.bytes_written / 1e9 / stats.total_secs, stats.engine, stats.blocking_secs * 1e3,
         )  # fmt: skip
         if self._cleaner is not None:
-            self._cleaner.after(request.step, request.config)
+            self._cleaner.delete_hidden(request.step)
         if self._on_commit is not None:
             try:
                 self._on_commit(stats)

@@ -1095,6 +1095,23 @@ def test_steps_that_cannot_be_deleted_fail_no_training_report_50(root, caplog, m
     assert names(root) == ["30"]
 
 
+def test_files_of_a_step_that_went_are_deleted_later_where_that_fails_at_first(root, caplog, monkeypatch):
+    def undeletable(*args):
+        raise OSError(16, "Device or resource busy")
+
+    with rps.CheckpointCallback(config(root, max_to_keep=1)) as checkpoint:
+        checkpoint(10, state_at(10))
+        with monkeypatch.context() as patch:
+            patch.setattr("flax_rpsave.commit.discard", undeletable)
+            checkpoint(20, state_at(20))
+            checkpoint.wait()
+        assert checkpoint.all_steps() == [20]
+        assert len(names(root)) == 2
+        assert "after step 20 failed, tried again later" in caplog.text
+        checkpoint(30, state_at(30))
+    assert names(root) == ["30"]
+
+
 def test_a_step_whose_metrics_cannot_be_read_does_not_stop_retention(root):
     train(root, 10, 20, 30)
     (root / "10" / "_CHECKPOINT_METADATA").write_bytes(b"{")

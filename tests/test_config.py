@@ -250,6 +250,8 @@ BAD_VALUES = [
     ("save_interval_steps", "1.0e4", "write 10000"),
     ("save_interval_steps", "08", "write 8"),
     ("save_interval_steps", "1000", "write 1000"),
+    ("save_interval_steps", "-5", "at least 1, got '-5'"),
+    ("max_to_keep", "0", "null"),
     ("save_interval_steps", "0o10", "got '0o10': it is text, since YAML 1.1 does not know 0o: write 8"),
     ("save_interval_steps", "0o1_750", "write 1000"),
     ("save_interval_steps", "0o19", "a plain number"),

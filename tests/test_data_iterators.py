@@ -191,8 +191,10 @@ ITSELF.append(ITSELF)
 def test_what_would_not_come_back_as_it_is_is_refused_at_the_save_by_its_place(tmp_path, state, said):
     data = Positioned(state)
     with rps.CheckpointCallback(config(tmp_path), data=data) as checkpoint:
-        with pytest.raises(rps.DataStateError, match=said):
+        with pytest.raises(rps.DataStateError, match=said) as raised:
             checkpoint(1, STATE)
+        assert str(raised.value).startswith("data.get_state()")
+        assert str(raised.value).count("get_state()") == 1
         assert list(tmp_path.iterdir()) == []
         data.state = "a better one"
         checkpoint(2, STATE)

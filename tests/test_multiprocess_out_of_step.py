@@ -86,7 +86,7 @@ def test_a_directory_that_is_not_shared_is_found_by_resume_in_all_processes(tmp_
             assert "must be shared by all processes" in said
         assert result.said[3] == "done 5"
         assert result.said[4].startswith("SaveError:")
-        assert f"for {tmp_path}/copied0/6: its own directory is {tmp_path}/copied1/6" in result.said[4]
+        assert f"at {tmp_path}/copied1/6 what process 0 has prepared at {tmp_path}/copied0/6." in result.said[4]
         assert "must be shared by all processes" in result.said[4]
     assert not list(tmp_path.glob("*/6*"))
 
@@ -208,7 +208,7 @@ def test_callbacks_made_in_another_order_are_named_and_commit_nothing(tmp_path):
         assert result.said[1::2] == ["[]", "[]"]
         for said, process in zip(result.said[::2], (0, 1), strict=True):
             assert said.startswith("SaveError:")
-            assert f"for {tmp_path}/run{process}/1: its own directory is {tmp_path}/run{1 - process}/1" in said
+            assert f"at {tmp_path}/run{1 - process}/1 what process 0 has prepared at {tmp_path}/run{process}/1." in said
             assert "must make the same callbacks in the same order" in said
 
 
@@ -232,3 +232,28 @@ def test_once_a_commit_is_known_no_process_sees_a_step_that_retention_does_not_k
     assert results[0].said == ["step 1 [1]", "step 2 [2]", "[2]"]
     assert results[1].said == ["[2]"]
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
+
+
+def test_after_a_call_that_failed_in_one_process_all_begin_the_same_saves(tmp_path):
+    results = run(
+        script("""
+        with rps.CheckpointCallback({**config, "save_interval_steps": 10}) as checkpoint:
+            for step in range(1, 24):
+                state = make(step)
+                if step == 10 and process:
+                    state["w"].delete()
+                try:
+                    if checkpoint(step, state):
+                        checkpoint.wait()
+                        say("saved", step)
+                except rps.SaveError as error:
+                    say("failed at", step, error)
+        """),
+        2,
+        args=[str(tmp_path), "20"],
+    )
+    for result in results:
+        failed, saved = result.said
+        assert failed.startswith("failed at 10 ")
+        assert "deleted" in failed
+        assert saved == "saved 20"
