@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 
-import faults
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import flax_rpsave as rps
+from tests import faults
 
 
 def config(root, **keys):

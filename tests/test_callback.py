@@ -9,7 +9,6 @@ import signal
 import threading
 import time
 
-import faults
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import flax_rpsave as rps
+from tests import faults
 
 
 @pytest.fixture
@@ -1130,7 +1130,7 @@ def test_leftovers_of_a_killed_run_are_cleaned_by_the_next_runs_first_save_only_
     process = faults.start_python(
         """
         import sys
-        import faults
+        from tests import faults
         import jax.numpy as jnp
         import flax_rpsave as rps
 
@@ -1264,7 +1264,7 @@ def test_a_callback_works_in_another_thread_than_the_main_one(root, caplog):
 # A save that waits until the interpreter shuts down: then no executor (3.11) and no thread (3.12) can be started.
 AT_EXIT = """
 import atexit, sys, threading
-import faults
+from tests import faults
 import jax.numpy as jnp
 import flax_rpsave as rps
 

@@ -11,7 +11,6 @@ import sys
 import time
 import urllib.request
 
-import faults
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +21,7 @@ import flax_rpsave as rps
 from flax_rpsave import cli
 from flax_rpsave.directory import open_directory
 from flax_rpsave.store import new_context
+from tests import faults
 
 FORMATS = {"ocdbt": True, "files": False}
 

@@ -1,6 +1,5 @@
 """A run that is stopped and resumed is, bit for bit, the run that was never stopped."""
 
-import faults
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from flax.training import train_state
 from jax.sharding import NamedSharding, PartitionSpec
 
 import flax_rpsave as rps
+from tests import faults
 
 MESH = jax.sharding.Mesh(np.array(jax.devices()), ("data",))
 REPLICATED = NamedSharding(MESH, PartitionSpec())

@@ -13,7 +13,6 @@ import sys
 import threading
 import tomllib
 
-import faults
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +23,7 @@ from packaging.requirements import Requirement
 import flax_rpsave as rps
 from flax_rpsave import commit, identity, restore, store
 from flax_rpsave.directory import open_directory
+from tests import faults
 from tests.processes import ended, started
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -333,7 +333,7 @@ def test_a_save_that_another_live_run_has_under_way_is_left_alone(tmp_path, capl
     other = faults.start_python(
         """
         import sys, threading
-        import faults
+        from tests import faults
         import numpy as np
         import flax_rpsave as rps
 

@@ -7,7 +7,6 @@ what comes back is then still the state that was saved. Reports 29 and 34.
 import json
 import shutil
 
-import faults
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 
 import flax_rpsave as rps
 from flax_rpsave import cli, documents
+from tests import faults
 
 FORMATS = {"ocdbt": True, "files": False}
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from models import abstract_mesh, adam_state, maxtext_gpt3, megatron_gpt, replicated
 
 from flax_rpsave.config import ReplicaParallelConfig
 from flax_rpsave.errors import UnsupportedLeafError
 from flax_rpsave.planner import LeafLayout, MeshLayout, as_named_sharding, layout_of, plan_leaves
 from flax_rpsave.shares import chunk_boxes
+from tests.models import abstract_mesh, adam_state, maxtext_gpt3, megatron_gpt, replicated
 
 DEFAULT = ReplicaParallelConfig()
 NO_FLOOR = ReplicaParallelConfig(min_slice_bytes=0)

@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_tree, bits
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from models import adam_state, replicated
 
 from flax_rpsave import owner_slices
 from flax_rpsave.config import ReplicaParallelConfig
@@ -20,6 +18,8 @@ from flax_rpsave.leaves import flatten
 from flax_rpsave.planner import layout_of, plan_leaves
 from flax_rpsave.shares import chunk_boxes
 from flax_rpsave.snapshot import Snapshotter
+from tests.helpers import assert_same_tree, bits
+from tests.models import adam_state, replicated
 
 FINE = ReplicaParallelConfig(min_slice_bytes=1)
 DEVICES = np.array(jax.devices())

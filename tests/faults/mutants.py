@@ -114,7 +114,7 @@ class Mutant:
     defined: bool = True
 
     @property
-    def unchecked(self) -> bool:
+    def without_digests(self) -> bool:
         return self.layout in _WITHOUT_DIGESTS
 
     def change(self) -> None:
@@ -128,13 +128,13 @@ class Mutant:
         path = self.chance.choice(sorted(self.files))
         data = self.files[path]
         ways = ["delete", "cut", "append"]
-        if not self._has_unchecked_chunks(path):
+        if not self._has_chunks_without_digests(path):
             ways += ["flip", "overwrite", "insert", "leave out", "other file", "other step"]
         elif self.chunks.get(path):
             ways += ["flip", "overwrite"]
         way = self.chance.choice(ways)
         self.done.append(f"{way} in {path}")
-        if self.unchecked and not self._is_of_database(path) and way not in ("delete", "cut"):
+        if self.without_digests and not self._is_of_database(path) and way not in ("delete", "cut"):
             self.defined = False
         if way == "delete":
             del self.files[path]
@@ -144,7 +144,7 @@ class Mutant:
         elif way == "other step":
             data = self.others.get(path, b"")
         else:
-            data = self._changed(data, way, self.chunks.get(path, []) if self.unchecked else [])
+            data = self._changed(data, way, self.chunks.get(path, []) if self.without_digests else [])
         self.files[path] = data
 
     def _changed(self, data: bytes, way: str, kept: list[tuple[int, int]]) -> bytes:
@@ -165,8 +165,8 @@ class Mutant:
                 changed[place] ^= 1 << self.chance.randrange(8) if way == "flip" else some[place - at]
         return bytes(changed)
 
-    def _has_unchecked_chunks(self, path: str) -> bool:
-        return self.unchecked and (bool(self.chunks.get(path)) or "/c/" in path or path.endswith("/c"))
+    def _has_chunks_without_digests(self, path: str) -> bool:
+        return self.without_digests and (bool(self.chunks.get(path)) or "/c/" in path or path.endswith("/c"))
 
     def _is_of_database(self, path: str) -> bool:
         return path.endswith("manifest.ocdbt") or "/d/" in f"/{path}" or "/c/" in f"/{path}"
@@ -184,7 +184,7 @@ class Mutant:
             changed = documents.seal(changed)
         self.files[path] = changed
         self.done.append(f"JSON of {path}")
-        if self.unchecked:
+        if self.without_digests:
             self.defined = False
         elif self.chance.random() < 0.4 and path != documents.COMMIT and documents.COMMIT in self.files:
             marker = self.files[documents.COMMIT]
@@ -231,7 +231,7 @@ class Mutant:
                 data = bytes(store.read(key).result().value)
                 way = self.chance.choice(["delete", "cut", "flip", "append", "other key", "JSON"])
                 is_chunk = not key.endswith((b"zarr.json", b"/index", b"/data"))
-                if way == "JSON" or (self.unchecked and is_chunk and way != "delete"):
+                if way == "JSON" or (self.without_digests and is_chunk and way != "delete"):
                     way, key = "JSON", self.chance.choice([key for key in keys if key.endswith(b"zarr.json")])
                     new = self._other_json(bytes(store.read(key).result().value))
                 elif way == "other key":
@@ -243,7 +243,7 @@ class Mutant:
                 return
             self.files = _files(self.place)
             self.done.append(f"{way} of {key.decode()} in the database")
-            self.defined = self.defined and (not self.unchecked or way == "delete")
+            self.defined = self.defined and (not self.without_digests or way == "delete")
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-import faults
+from tests import faults
 from tests.faults import rig
 from tests.faults.sizes import SIZES
 

@@ -5,15 +5,15 @@ import re
 
 import pytest
 
-import faults
 import flax_rpsave as rps
+from tests import faults
 from tests.faults.runs import assert_is_of, state_at
 
 PRELUDE = """
 import multiprocessing, os, pathlib, sys, time, warnings
 warnings.simplefilter("ignore", RuntimeWarning)  # JAX's, of the fork that this program asks for
 warnings.simplefilter("ignore", DeprecationWarning)  # Python's
-import faults
+from tests import faults
 import flax_rpsave as rps
 from tests.faults.runs import config, state_at
 root = pathlib.Path(sys.argv[1])

@@ -8,8 +8,8 @@ import subprocess
 import orbax.checkpoint as ocp
 import pytest
 
-import faults
 import flax_rpsave as rps
+from tests import faults
 from tests.faults.runs import assert_is_of, load_as_stock, state_at
 from tests.faults.sizes import SEED, SIZES
 

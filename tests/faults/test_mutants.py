@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 
-import faults
 import flax_rpsave as rps
 from flax_rpsave import cli
+from tests import faults
 from tests.faults import mutants
 from tests.faults.sizes import SEED, SIZES
 

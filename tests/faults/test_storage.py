@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-import faults
 import flax_rpsave as rps
 from flax_rpsave.directory import FileDirectory
+from tests import faults
 from tests.faults import rig
 from tests.faults.runs import assert_is_of, config, load_as_stock, state_at
 
@@ -148,14 +148,16 @@ def test_on_slow_storage_the_loop_goes_on_and_what_is_saved_is_the_state_of_the_
             checkpoint(1_000_000, state_at(1_000_000))
             checkpoint.wait()
             rig.watch(root)
-            rig.delay(0.02)
+            rig.delay(0.2)
             state, step = state_at(2_000_000), 2_000_000
             while checkpoint.latest_step() == 1_000_000:
                 checkpoint(step, state)
                 state["large"] += 1  # in place, while the save has only begun to write it
                 step += 1
+                if step == 2_000_020:
+                    rig.delay(0)
             checkpoint.wait()
-            print(len(rig.calls()) > 20, step > 2_000_001, checkpoint.all_steps())
+            print(len(rig.calls()) > 20, step > 2_000_020, checkpoint.all_steps())
         """,
         tmp_path / "run",
         **rig.environment(tmp_path),
