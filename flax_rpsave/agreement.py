@@ -135,10 +135,12 @@ class Channel:
         """
         secs = 2 * self._group.timeout_secs
         if (word := self._wait(f"{self._key}/open", secs, begun=False)) is None:
-            raise CommitTimeoutError(f"{self._what}: process 0 did not begin within {secs:g} s")
+            raise CommitTimeoutError(
+                f"{self._what}: process 0 did not begin within {secs:g} s (twice commit_timeout_secs)"
+            )
         return json.loads(word)
 
-    def report(self, word: Mapping[str, Any] | None, failure: str | None = None) -> None:
+    def report(self, word: Mapping[str, Any] | None, failure: BaseException | None = None) -> None:
         """Says what this process did, or why it failed; only the first time counts."""
         if self._group.processes > 1 and not self._reported:
             self._reported = True
@@ -151,7 +153,7 @@ class Channel:
                 self.decide(failure=error)
                 return None
             earlier = self.failed()
-            self.report(None, failure=str(error))
+            self.report(None, failure=error)
         except jax.errors.JaxRuntimeError as unheard:
             logger.warning("%s: the other processes could not be told: %s", self._what, unheard)
             return None
@@ -161,7 +163,7 @@ class Channel:
         """The words of all processes, by process; process 0 calls this after its own report.
 
         Raises:
-          SaveError: A process reported a failure.
+          SaveError: A process reported a failure; of its kind where that is a `SaveError`.
           CommitTimeoutError: Processes did not report in time.
         """
         if self._group.processes == 1:
@@ -172,7 +174,8 @@ class Channel:
             reports = self._reports()
             for process in sorted(reports):
                 if (failure := reports[process]["failure"]) is not None:
-                    raise SaveError(f"{self._what}: process {process} failed: {failure}")
+                    kind, text = failure
+                    raise _error(kind, f"{self._what}: process {process} failed: {text}")
             missing = self._missing(reports)
             if not missing:
                 return [reports[p]["word"] for p in range(self._group.processes)]
@@ -188,7 +191,7 @@ class Channel:
     def decide(self, word: Any = None, failure: BaseException | None = None) -> None:
         """Process 0 says how it ended."""
         if self._group.processes > 1:
-            decision = {"word": word, "failure": None if failure is None else [type(failure).__name__, str(failure)]}
+            decision = {"word": word, "failure": _told(failure)}
             self._client.key_value_set(f"{self._key}/decision", json.dumps(decision))
             self._group.forget(self._key, failed=failure is not None)
 
@@ -279,12 +282,12 @@ class Channel:
         """
         if self._wait(f"{self._key}/report/0", self._group.timeout_secs, begun=False) is None:
             error = self._too_late(self._missing(self._reports()) or [0])
-            self._set_report(None, f"it has given up: {error}")
+            self._set_report(None, error)
             if 0 not in self._reports():
                 raise error
 
-    def _set_report(self, word: Mapping[str, Any] | None, failure: str | None) -> None:
-        text = json.dumps({"word": word, "failure": failure})
+    def _set_report(self, word: Mapping[str, Any] | None, failure: BaseException | None) -> None:
+        text = json.dumps({"word": word, "failure": _told(failure)})
         self._client.key_value_set(f"{self._key}/report/{self._group.process}", text, allow_overwrite=True)
 
     def _reports(self) -> dict[int, Mapping[str, Any]]:
@@ -344,10 +347,17 @@ def _named(processes: Sequence[int]) -> str:
     return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
 
 
-def _failure_of(decision: Mapping[str, Any]) -> SaveError | None:
-    """Process 0's error, of the same kind where that is a `SaveError`."""
-    if decision["failure"] is None:
-        return None
-    name, text = decision["failure"]
+def _told(failure: BaseException | None) -> list[str] | None:
+    """A failure as another process is told of it."""
+    return None if failure is None else [type(failure).__name__, str(failure)]
+
+
+def _error(name: str, text: str) -> SaveError:
+    """Another process's error, of the same kind where that is a `SaveError`."""
     kind = getattr(errors, name, SaveError)
     return kind(text) if issubclass(kind, SaveError) else SaveError(text)
+
+
+def _failure_of(decision: Mapping[str, Any]) -> SaveError | None:
+    """Process 0's error, if that is what it has decided."""
+    return None if decision["failure"] is None else _error(*decision["failure"])

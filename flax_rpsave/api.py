@@ -165,7 +165,10 @@ def _open(directory: Directory, step: int | None, context: ts.Context) -> Stored
         return open_checkpoint(directory, None, context)
     elif not steps:
         raise NoCheckpointError(f"{directory} is neither a checkpoint nor a run's directory with committed steps")
-    return open_checkpoint(directory / steps[step if step is not None else max(steps)], None, context)
+    chosen = step if step is not None else max(steps)
+    stored = open_checkpoint(directory / steps[chosen], None, context)
+    stored.check_step(chosen)
+    return stored
 
 
 def _empty(stored: Stored, entry: TreeEntry) -> Any:

@@ -84,7 +84,7 @@ def audit(directory: Directory, step: int | None, item: str | None, context: ts.
       StorageError: Something cannot be read for a reason other than its content.
     """
     found = _Audit(directory, context)
-    found.run(item)
+    found.run(step, item)
     return Audit(str(directory), step, tuple(found.faults), dict(found.checked), found.unverified)
 
 
@@ -97,7 +97,7 @@ class _Audit:
         self.checked: Counter[str] = Counter(documents=0, nodes=0, leaves=0, chunks=0, bytes=0)
         self.unverified = 0
 
-    def run(self, item: str | None) -> None:
+    def run(self, step: int | None, item: str | None) -> None:
         try:
             there = read_documents(self._directory, item)
         except CorruptCheckpointError as error:
@@ -120,6 +120,11 @@ class _Audit:
             return
         if there.marker is None and stored.ours:
             self._add(documents.COMMIT, f"{self._directory}/{documents.COMMIT} is missing")
+        if step is not None:
+            try:
+                stored.check_step(step)
+            except CorruptCheckpointError as error:
+                self._add(documents.CHECKPOINT, error)
         self._check_data(stored)
         self._check_arrays(stored, self._check_leaves(stored))
 

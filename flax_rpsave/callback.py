@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import operator
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 import numpy as np
 
-from flax_rpsave import commit, data_state, documents, sharing
+from flax_rpsave import commit, data_state, documents
 from flax_rpsave.agreement import stand_aside
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory, explained, open_directory
 from flax_rpsave.errors import (
     ConfigError,
-    CorruptCheckpointError,
-    NoCheckpointError,
     SaveError,
     StepOrderError,
-    TreeMismatchError,
 )
-from flax_rpsave.leaves import Leaf, check_outside_of_tracing, flatten
+from flax_rpsave.leaves import check_outside_of_tracing
 from flax_rpsave.preemption import PreemptionWatch
-from flax_rpsave.restore import Fit
+from flax_rpsave.resuming import Resumer, Wanted, as_step, check_resume_allowed, initial
 from flax_rpsave.saver import Saver
 from flax_rpsave.store import new_context
-from flax_rpsave.stored import open_checkpoint
 from flax_rpsave.writer import SaveStats, forget
 
 logger = logging.getLogger("flax_rpsave")
@@ -80,13 +77,15 @@ class CheckpointCallback:
         self._resumed = False
         self._existing: set[int] = set()  # committed by others before this run, as of its beginning
         self._closed = False
+        self._calling = threading.Lock()
         self._should_stop = False
         self._watch = PreemptionWatch(None)
         if not self.config.enabled:
             stand_aside()
             return
         self._root = open_directory(self.config.directory, new_context())
-        self._saver = Saver(self.config, self._root, on_commit)
+        self._saver = saver = Saver(self.config, self._root, on_commit)
+        self._resumer = Resumer(self._root, self.config, saver.group, saver.nonce, data, saver.writer.damaged)
         _check_writable(self._root, self._saver.nonce)
         if self.config.save_on_preemption:
             self._watch = PreemptionWatch(self.config.preemption_signals)
@@ -133,13 +132,19 @@ class CheckpointCallback:
 
         Raises:
           StepOrderError: The step goes backwards, or exists in the directory already.
-          SaveError: The state cannot be saved, or the save before failed (with `on_error: raise`). With several
-            processes, a save that is due has begun all the same.
+          SaveError: The state cannot be saved, or the save before failed (with `on_error: raise`); or another thread is
+            calling. With several processes, a save that is due has begun all the same.
           RPSaveError: This is inside a function that is being traced, or inside `on_commit`.
         """
         begun = time.perf_counter()
         check_outside_of_tracing("the callback")
-        step = _as_step(step)
+        with self._alone(f"step {step}"):
+            return self._call(begun, step, state, metrics, extra, force)
+
+    def _call(
+        self, begun: float, step: Any, state: Any, metrics: Mapping[str, Any] | None, extra: Any, force: bool
+    ) -> bool:
+        step = as_step(step)
         if self._closed:
             raise SaveError(f"step {step}: the callback is closed")
         if not self.config.enabled:
@@ -220,24 +225,18 @@ class CheckpointCallback:
             raise SaveError("the callback is closed: make a new one to resume")
         check_outside_of_tracing("resume")
         if not self.config.enabled:
-            return (_initial(state, init), 0)
-        self.wait()
-        steps = self._steps_of_process_0()
-        self._check_resume_allowed(steps)
-        if step is not None:
-            found = self._resume_exactly(_as_step(step), steps, state, init, skip, rewind)
-        elif steps:
-            found = self._resume_newest(steps, state, init, skip)
-        elif self.config.resume == "required":
-            raise NoCheckpointError(f"checkpoint.resume is 'required', but {self._root} has no committed step")
-        else:
-            found = (_initial(state, init), 0)
+            return (initial(state, init), 0)
+        with self._alone("resume"):
+            self.wait()
+            wanted = Wanted(state, init, skip, step, rewind)
+            found = self._resumer.resume(wanted, begun=self._seen is not None, resumed=self._resumed)
+        self.extra = found.extra
         self._resumed = True
-        self._existing = {s for s in steps if s <= found[1]} if step is not None else set(steps)
-        self._seen = found[1]
-        self._saved = found[1] if steps else None
-        self._saver.compile_ahead(found[0])
-        return found
+        self._existing = {s for s in found.steps if s <= found.step} if step is not None else set(found.steps)
+        self._seen = found.step
+        self._saved = found.step if found.steps else None
+        self._saver.compile_ahead(found.state)
+        return found.state, found.step
 
     def wait(self) -> None:
         """Waits until the save under way is committed.
@@ -283,6 +282,16 @@ class CheckpointCallback:
             self.close()
         except SaveError as failed:
             error.add_note(f"besides, a checkpoint was not saved: {failed}")
+
+    @contextlib.contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """Refuses a call while another thread is in one: saves would mix what both hand over."""
+        if not self._calling.acquire(blocking=False):
+            raise SaveError(f"{what}: another thread is calling this callback; call it from one thread only")
+        try:
+            yield
+        finally:
+            self._calling.release()
 
     def _pass(self, step: int, preempted: bool) -> None:
         """The next call goes on from this step."""
@@ -339,16 +348,9 @@ class CheckpointCallback:
         self._saver.writer.keep_logged(error)
         return None
 
-    def _check_resume_allowed(self, steps: Mapping[int, str]) -> None:
-        if self.config.resume == "never" and steps and not self._resumed:
-            raise ConfigError(
-                f"checkpoint.resume is 'never', but {self._root} has steps up to {max(steps)}; "
-                "choose another directory, or set resume: auto"
-            )
-
     def _check_fresh_start(self, step: int) -> None:
         steps = commit.committed_steps(self._root)
-        self._check_resume_allowed(steps)
+        check_resume_allowed(self.config, self._root, steps)
         if not steps:
             commit.check_unprefixed(self._root)
         self._existing = set(steps)
@@ -359,100 +361,6 @@ class CheckpointCallback:
                 f"{step}: its steps would be lost among them. Call resume(), or set another directory."
             )
 
-    def _steps_of_process_0(self) -> dict[int, str]:
-        """The committed steps, as process 0 sees them: all processes then try the same ones."""
-        group = self._saver.group
-        with group.channel("listing the steps").agreed():
-            word = None
-            if group.decides:
-                own = sharing.view(self._root)
-                word = own.as_word()
-                commit.warn_of_passed_over(self._root)
-                if not own.steps:
-                    commit.check_unprefixed(self._root)
-        first = sharing.View.of_word(group.channel("the steps").share(word)[0])
-        with group.channel("comparing the steps").agreed():
-            if not group.decides and self._seen is None:  # after that each save shows whether it is shared
-                sharing.check_view(self._root, group.process, first)
-        return dict(first.steps)
-
-    def _resume_exactly(
-        self, step: int, steps: Mapping[int, str], state: Any, init: Any, skip: Sequence[str], rewind: bool
-    ) -> tuple[Any, int]:
-        if step not in steps:
-            raise NoCheckpointError(f"{self._root} has no step {step}; it has {list(steps) or 'none'}")
-        newer = [s for s in steps if s > step]
-        if newer and not rewind:
-            raise StepOrderError(
-                f"step {step} is not the newest: {newer} would be in the way of this run. "
-                "Pass rewind=True to move them aside."
-            )
-        found = self._restore(self._root / steps[step], state, init, skip)
-        with self._saver.group.channel("moving newer steps aside").agreed():
-            for later in sorted(newer, reverse=True) if self._saver.group.decides else ():
-                moved = commit.move_aside(self._root / steps[later], "abandoned", self._saver.nonce)
-                logger.warning("step %d is moved aside to %s", later, moved)
-        return found, step
-
-    def _resume_newest(self, steps: Mapping[int, str], state: Any, init: Any, skip: Sequence[str]) -> tuple[Any, int]:
-        first_error: CorruptCheckpointError | None = None
-        for step in sorted(steps, reverse=True):
-            try:
-                found = self._restore(self._root / steps[step], state, init, skip)
-            except CorruptCheckpointError as error:
-                logger.warning("step %d is damaged and passed over: %s", step, error)
-                first_error = first_error or error
-                self._saver.writer.damaged[step] = self._root / steps[step]
-            else:
-                return found, step
-        raise CorruptCheckpointError(
-            f"{self._root} has steps {list(steps)}, and none of them verifies; the newest: {first_error}. "
-            "Nothing was started from zero over them: move them away if that is what you want."
-        ) from first_error
-
-    def _restore(self, directory: Directory, state: Any, init: Any, skip: Sequence[str]) -> Any:
-        group = self._saver.group
-        with group.channel(f"reading step {directory.name}").agreed():
-            # A context of its own: TensorStore caches by path, where another checkpoint may have been before.
-            stored = open_checkpoint(directory, self.config.item, new_context())
-            saved_as = stored.own.get("step")
-            if stored.item != stored.directory and saved_as not in (None, commit.step_number(directory.name)):
-                raise CorruptCheckpointError(f"{directory} was saved as step {saved_as}: it was copied or renamed")
-            position = data_state.stored_state(stored, self._data, group.process, group.processes)
-            leaves, structure = _filled(state, init, skip)
-            fit = Fit(stored, leaves, structure, skip=skip)
-            fit.read_share(group.process, group.processes)
-        asked = group.channel(f"what to read of step {directory.name}").share(fit.assignment_digest())
-        if differing := [p for p, digest in enumerate(asked) if digest != asked[0]]:
-            raise TreeMismatchError(
-                f"step {directory.name}: processes {differing} ask for other leaves or other shardings than process 0; "
-                "`state` and `skip` must be the same in all"
-            )
-        restored = fit.finish(group.process, group.processes)
-        self.extra = stored.own.get("extra")
-        # Agreed, too: else the others would train without the data of one.
-        with group.channel(f"positioning the data for step {directory.name}").agreed():
-            if position is not None:
-                data_state.put_back(position, self._data, stored)
-        return restored
-
-
-def _as_step(step: Any) -> int:
-    if isinstance(step, jax.Array):
-        raise TypeError(
-            "step must be a Python int, got a jax.Array: converting it would wait for the device in every step. "
-            "Count the steps in the loop, as an int."
-        )
-    if isinstance(step, bool):
-        raise TypeError("step must be an int, got a bool")
-    try:
-        value = operator.index(step)
-    except TypeError:
-        raise TypeError(f"step must be an int, got {type(step).__qualname__}") from None
-    if value < 0:
-        raise StepOrderError(f"step must not be negative, got {value}")
-    return value
-
 
 def _check_writable(root: Directory, nonce: str) -> None:
     with explained(f"checkpoint.directory {root} cannot be written", ConfigError):
@@ -462,31 +370,10 @@ def _check_writable(root: Directory, nonce: str) -> None:
         root.remove(probe)
 
 
-def _initial(state: Any, init: Callable[[], Any] | None) -> Any:
-    """The state where there is no checkpoint."""
-    if init is not None:
-        return init()
-    abstract = [leaf.label for leaf in flatten(state)[0] if isinstance(leaf.original, jax.ShapeDtypeStruct)]
-    if abstract:
-        raise NoCheckpointError(
-            f"there is no checkpoint, and the state is abstract ({abstract[0]} is a ShapeDtypeStruct): "
-            "pass init=, a function that makes it"
-        )
-    return state
-
-
-def _filled(state: Any, init: Callable[[], Any] | None, skip: Sequence[str]) -> tuple[list[Leaf], Any]:
-    """The target's leaves; where skipped ones are abstract, `init` makes the values that they keep."""
-    leaves, structure = flatten(state)
-    if skip and any(isinstance(leaf.original, jax.ShapeDtypeStruct) for leaf in leaves):
-        if init is None:
-            raise TreeMismatchError("skipped leaves keep the target's values, but it is abstract: pass init=")
-        return flatten(init())
-    return leaves, structure
-
-
 def _taken(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics as they are now: device arrays on their way to the host, host arrays copied."""
+    if not isinstance(metrics, Mapping):
+        raise SaveError(f"metrics must be a mapping of names to numbers, got {type(metrics).__qualname__}")
     taken: dict[str, Any] = {}
     for name, value in metrics.items():
         if isinstance(value, jax.core.Tracer):

@@ -17,6 +17,7 @@ from flax_rpsave import commit
 from flax_rpsave._foreign import close_match
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory
+from flax_rpsave.items import has_checkpoint
 from flax_rpsave.retention import steps_to_delete
 
 logger = logging.getLogger("flax_rpsave")
@@ -37,6 +38,7 @@ class Cleaner:
         self._known: set[int] = set()  # committed steps as of this run's last save, or its beginning
         self._metrics: dict[int, Mapping[str, Any]] = {}  # of those, where a rule asks for them
         self._given: set[str] = set()  # names of metrics that any step had
+        self._checkpoints: set[int] = set()  # those of which it is known that they are
         self._hidden: list[Directory] = []  # no steps any more; their files are still there
         self._spared: dict[str, float] = {}  # leftovers that may be another run's saves, and when they were first seen
         self._warned_of_metric = False
@@ -68,7 +70,7 @@ class Cleaner:
             there = self._noted_steps(step)
             if self._config.max_to_keep is None:
                 return
-            sound = {s: name for s, name in there.items() if s == step or s not in damaged}
+            sound = {s: name for s, name in there.items() if s == step or (s not in damaged and self._may_go(s, name))}
             if self._config.keep_best:
                 known = {s: self._metrics[s] for s in sound if s != step and s in self._metrics}
                 read = {s: commit.read_metrics(self._root / name) for s, name in sound.items() if s not in known}
@@ -106,6 +108,12 @@ class Cleaner:
             )  # fmt: skip
         self._known = set(there)
         return there
+
+    def _may_go(self, step: int, name: str) -> bool:
+        """Whether there is a checkpoint in a step's directory: others may have made directories named by numbers."""
+        if step not in self._checkpoints and has_checkpoint(self._root / name):
+            self._checkpoints.add(step)
+        return step in self._checkpoints
 
     def _warn_of_metric(self, some_go: bool) -> None:
         """Says once that no step has the metric that the best are to be told by."""

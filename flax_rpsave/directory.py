@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 import shutil
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any, Self
 
 import tensorstore as ts
 
-from flax_rpsave.errors import ConfigError, RPSaveError, StorageError
+from flax_rpsave.errors import ConfigError, CorruptCheckpointError, RPSaveError, StorageError
 
 
 class Directory(ABC):
@@ -59,7 +60,11 @@ class Directory(ABC):
 
     @abstractmethod
     def read(self, name: str) -> bytes | None:
-        """A file's bytes, or None where there is none."""
+        """A file's bytes, or None where there is none.
+
+        Raises:
+          CorruptCheckpointError: What has that name is no file.
+        """
 
     @abstractmethod
     def nbytes(self) -> int | None:
@@ -100,6 +105,11 @@ class Directory(ABC):
     @abstractmethod
     def kvstore(self) -> dict[str, Any]:
         """The TensorStore spec of its files."""
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opens a file, and a pipe without waiting for who writes to it."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 @dataclass(frozen=True)
@@ -147,10 +157,16 @@ class FileDirectory(Directory):
             return []
 
     def read(self, name: str) -> bytes | None:  # noqa: D102
+        path = self.path / name
         try:
-            return (self.path / name).read_bytes()
+            with open(path, "rb", opener=_open_at_once) as file:
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except IsADirectoryError:
+            pass
+        raise CorruptCheckpointError(f"{path} is no regular file")
 
     def nbytes(self) -> int:  # noqa: D102
         total = 0

@@ -12,6 +12,7 @@ from flax_rpsave import documents
 from flax_rpsave.directory import Directory
 from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError
 from flax_rpsave.reading import reading
+from flax_rpsave.store import OCDBT_MANIFEST
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def read_documents(directory: Directory, item: str | None) -> Documents:
     place = _find_item(directory, item)
     prefix = f"{place.name}/" if place != directory else ""
     with reading(str(directory)):
+        place.read(OCDBT_MANIFEST)  # TensorStore would wait for a pipe in its place
         marker = directory.read(documents.COMMIT)
         found: dict[str, bytes | None] = {
             name: directory.read(name)
@@ -75,6 +77,11 @@ def is_checkpoint(directory: Directory) -> bool:
     """Whether a directory is one checkpoint, and not a run's directory of steps."""
     files = directory.files()
     return documents.TREE in files or documents.CHECKPOINT in files
+
+
+def has_checkpoint(step: Directory) -> bool:
+    """Whether a step's directory has a checkpoint in it, and not something else that is named by a number."""
+    return is_checkpoint(step) or any(documents.TREE in (step / name).files() for name in step.children())
 
 
 def _find_item(directory: Directory, item: str | None) -> Directory:

@@ -12,7 +12,7 @@ from typing import Any
 
 from flax_rpsave import commit, documents
 from flax_rpsave.directory import Directory
-from flax_rpsave.errors import ConfigError, SaveError
+from flax_rpsave.errors import ConfigError, CorruptCheckpointError, SaveError
 from flax_rpsave.reading import reading
 
 
@@ -54,8 +54,11 @@ def _newest(root: Directory, steps: Mapping[int, str]) -> str | None:
     if not steps:
         return None
     step = root / steps[max(steps)]
-    with reading(str(step)):
-        data = step.read(documents.CHECKPOINT)
+    try:
+        with reading(str(step)):
+            data = step.read(documents.CHECKPOINT)
+    except CorruptCheckpointError:  # which resume finds by itself
+        return None
     return None if data is None else documents.digest(data)
 
 

@@ -74,6 +74,16 @@ class Stored:
         """Whether this package wrote it."""
         return bool(self.own) or self.digests is not None
 
+    def check_step(self, step: int) -> None:
+        """Checks that it is the step that its name says.
+
+        Raises:
+          CorruptCheckpointError: It was saved as another one.
+        """
+        saved_as = self.own.get("step")
+        if self.item != self.directory and saved_as not in (None, step):
+            raise CorruptCheckpointError(f"{self.directory} was saved as step {saved_as}: it was copied or renamed")
+
     def data_state(self, process: int) -> bytes | None:
         """The state of a process's data iterator, or None where none was saved.
 

@@ -6,6 +6,7 @@ Process 0 tells its terms as it lets the others begin; each compares them with i
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,12 +17,17 @@ from flax_rpsave.planner import LeafLayout, SavePlan
 Terms = Mapping[str, Any]
 
 
-def terms_of(plan: SavePlan, config: CheckpointConfig, item: str | None) -> Terms:
+_OWN = ("directory", "enabled")  # settings that may differ: a directory may have another path in each process
+_BLOCKS = ("replica_parallel", "storage")
+
+
+def terms_of(plan: SavePlan, config: CheckpointConfig, item: str | None, *, has_data_state: bool) -> Terms:
     """The terms of a save, as JSON has them."""
-    settings: dict[str, Any] = {"checkpoint.item": item}
-    for block in ("replica_parallel", "storage"):
-        values = dataclasses.asdict(getattr(config, block))
-        settings |= {f"checkpoint.{block}.{key}": value for key, value in values.items()}
+    values: dict[str, Any] = json.loads(json.dumps({**dataclasses.asdict(config), "item": item}))
+    settings: dict[str, Any] = {"whether there is a data iterator": has_data_state}
+    for block in _BLOCKS:
+        settings |= {f"checkpoint.{block}.{key}": value for key, value in values.pop(block).items()}
+    settings |= {f"checkpoint.{name}": value for name, value in values.items() if name not in _OWN}
     return {"settings": settings, "leaves": plan.leaf_digests}
 
 

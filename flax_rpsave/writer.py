@@ -226,7 +226,7 @@ class SaveRun:
     def _prepare(self) -> Directory:
         """The directory under its temporary name: made by process 0, which tells the others."""
         request = self.request
-        own = terms.terms_of(request.plan, request.config, request.item)
+        own = terms.terms_of(request.plan, request.config, request.item, has_data_state=request.data_state is not None)
         if not self._group.decides:
             word = self._channel.opened()
             sharing.check_prepared(request.final, word["nonce"], self._group.process, word["final"])

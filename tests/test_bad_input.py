@@ -15,6 +15,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import flax_rpsave as rps
+from flax_rpsave import cli
 from tests import faults
 
 
@@ -403,6 +404,42 @@ def test_what_has_a_steps_name_and_is_no_directory_is_named_and_passed_over(run,
         with pytest.raises(rps.SaveError, match=rf"{run}/30 exists already and is not overwritten"):
             checkpoint.wait()
     assert sorted(os.listdir(run)) == ["0020", "10", "20", "30"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+        "default/_METADATA",
+        "default/_sharding",
+        "default/manifest.ocdbt",
+        "default/array_metadatas/process_0",
+    ],
+)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_pipe_or_a_directory_in_the_place_of_a_document_is_damage(run, name, make):
+    """A pipe that is opened would hang until somebody writes to it."""
+    (run / "20" / name).unlink()
+    make(run / "20" / name)
+    with pytest.raises(rps.CorruptCheckpointError, match=f"{run}/20"):
+        rps.load(run, step=20)
+    assert cli.main(["verify", str(run)]) == 1
+    with rps.CheckpointCallback(config(run)) as checkpoint:
+        assert checkpoint.resume(state_at(0))[1] == 10
+
+
+def test_a_step_in_the_place_of_another_is_read_by_nobody_as_that(run):
+    shutil.rmtree(run / "20")
+    shutil.copytree(run / "10", run / "20")
+    said = f"{run}/20 was saved as step 10: it was copied or renamed"
+    for ask in ({}, {"step": 20}):
+        with pytest.raises(rps.CorruptCheckpointError, match=said):
+            rps.load(run, **ask)
+    assert cli.main(["verify", str(run)]) == 1
+    rps.load(run / "20")  # by its own path, it may have been copied on purpose
+    with rps.CheckpointCallback(config(run)) as checkpoint:
+        assert checkpoint.resume(state_at(0))[1] == 10
 
 
 def test_resume_required_with_nothing_there_is_an_error(tmp_path):

@@ -1112,6 +1112,47 @@ def test_files_of_a_step_that_went_are_deleted_later_where_that_fails_at_first(r
     assert names(root) == ["30"]
 
 
+def test_a_directory_that_is_named_by_a_number_and_no_checkpoint_is_never_deleted(root):
+    (root / "0").mkdir(parents=True)
+    (root / "0" / "thesis.txt").write_text("mine")
+    with rps.CheckpointCallback(config(root, max_to_keep=1)) as checkpoint:
+        for step in (10, 20):
+            checkpoint(step, state_at(step))
+    assert names(root) == ["0", "20"]
+    assert (root / "0" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_call_while_another_thread_is_in_one_is_refused(root, monkeypatch):
+    inside, leave = threading.Event(), threading.Event()
+    with rps.CheckpointCallback(config(root)) as checkpoint:
+        taken = type(checkpoint._saver).save
+
+        def slow(*arguments, **keys):
+            inside.set()
+            assert leave.wait(60)
+            taken(*arguments, **keys)
+
+        monkeypatch.setattr(type(checkpoint._saver), "save", slow)
+        other = threading.Thread(target=checkpoint, args=(10, state_at(10)))
+        other.start()
+        assert inside.wait(60)
+        for call in (lambda: checkpoint(20, state_at(20)), lambda: checkpoint.resume(state_at(0))):
+            with pytest.raises(rps.SaveError, match="another thread is calling this callback"):
+                call()
+        leave.set()
+        other.join()
+        checkpoint(20, state_at(20))
+    assert checkpoint.all_steps() == [10, 20]
+    assert_is_state_at(10, rps.load(root, state_at(0), step=10))
+
+
+def test_metrics_that_are_no_mapping_are_refused(root):
+    with rps.CheckpointCallback(config(root)) as checkpoint:
+        with pytest.raises(rps.SaveError, match="metrics must be a mapping of names to numbers, got list"):
+            checkpoint(10, state_at(10), metrics=[1])
+        checkpoint(20, state_at(20))
+
+
 def test_a_step_whose_metrics_cannot_be_read_does_not_stop_retention(root):
     train(root, 10, 20, 30)
     (root / "10" / "_CHECKPOINT_METADATA").write_bytes(b"{")

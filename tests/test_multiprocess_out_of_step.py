@@ -136,8 +136,8 @@ def test_process_0_that_comes_late_to_a_save_hears_why_it_is_over_and_the_next_s
         3,
         args=[str(tmp_path), "2"],
     )
-    for process, result in enumerate(results):
-        assert result.said[0].startswith("CommitTimeoutError:" if process else "SaveError: step 1: process 1 failed:")
+    for result in results:
+        assert result.said[0].startswith("CommitTimeoutError: step 1: ")
         assert "step 1: process 0 did not begin within 4 s" in result.said[0]
         assert result.said[1:] == ["done True", "[2]"]
 
@@ -257,3 +257,79 @@ def test_after_a_call_that_failed_in_one_process_all_begin_the_same_saves(tmp_pa
         assert failed.startswith("failed at 10 ")
         assert "deleted" in failed
         assert saved == "saved 20"
+
+
+def test_what_resume_refuses_in_one_process_it_refuses_in_all_at_once(tmp_path):
+    for step in (1, 2):
+        save_alone(tmp_path / "run", step)
+    results = run(
+        script("""
+        def asked(name, init=None, keys={}, **wanted):
+            keys = {**config, "commit_timeout_secs": 60, "directory": f"{directory()}/{name}", **keys}
+            with rps.CheckpointCallback(keys) as checkpoint:
+                try:
+                    say("done", checkpoint.resume(make(0), init=init, **wanted)[1])
+                except (rps.RPSaveError, TypeError, OSError) as error:
+                    say(error)
+
+        def fail():
+            raise OSError("no data here")
+
+        asked("run", keys={"resume": "auto" if process else "never"})
+        asked("run", step=1 if process else 9)
+        asked("run", step=1, rewind=bool(process))
+        asked("run", step=2 if process else "x")
+        asked("run", step=2 if process else None)
+        asked("empty", keys={"resume": "required" if process else "auto"})
+        asked("empty", init=fail if process else (lambda: make(0)))
+        asked("run")
+        """),
+        2,
+        args=[str(tmp_path), "20"],
+    )
+    expected = [
+        "checkpoint.resume is 'never'",
+        "has no step 9",
+        "step 1 is not the newest",
+        "step must be an int, got str",
+        "process 0 asks for step None with rewind=False, process 1 for step 2",
+        "checkpoint.resume is 'required'",
+        "no data here",
+        "done 2",
+    ]
+    for result in results:
+        for said, wanted in zip(result.said, expected, strict=True):
+            assert wanted in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"max_to_keep": 2}, "checkpoint.max_to_keep is 2, in process 0 None"),
+        ({"keep_best": {"metric": "loss", "mode": "min"}}, "checkpoint.keep_best is {'metric': 'loss', "),
+        ({"save_on_preemption": False}, "checkpoint.save_on_preemption is False, in process 0 True"),
+        ({"data": True}, "whether there is a data iterator is True, in process 0 False"),
+    ],
+    ids=str,
+)
+def test_configurations_that_differ_are_refused_by_setting(tmp_path, keys, said):
+    results = run(
+        script(f"""
+        class Position:
+            def get_state(self):
+                return 1
+            def set_state(self, state):
+                pass
+        keys = {keys!r} if process else {{}}
+        data = Position() if keys.pop("data", False) else None
+        with rps.CheckpointCallback({{**config, **keys}}, data=data) as checkpoint:
+            checkpoint(1, make(1))
+            told(checkpoint.wait)
+            say(checkpoint.all_steps())
+        """),
+        2,
+        args=[str(tmp_path), "20"],
+    )
+    for result in results:
+        assert said in result.said[0]
+        assert result.said[1] == "[]"
