@@ -28,14 +28,17 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import xxhash
+from etils import epy
 from jax.sharding import SingleDeviceSharding
 
 from flax_rpsave._version import __version__
 from flax_rpsave.errors import CorruptCheckpointError
 from flax_rpsave.leaves import Leaf
 from flax_rpsave.planner import LeafPlan, as_named_sharding
+
+with epy.lazy_imports():  # half a second, for the process that writes documents alone
+    import orbax.checkpoint as ocp
 
 TREE = "_METADATA"
 SHARDINGS = "_sharding"
@@ -52,6 +55,11 @@ logger = logging.getLogger("flax_rpsave")
 
 _HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
 _STOCK_COMMIT = b"Checkpoint commit was successful"
+
+
+def load_writers() -> None:
+    """Imports what documents are written with: a save that ends while the interpreter exits could not."""
+    assert ocp.metadata
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -22,10 +23,13 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from flax import nnx
+from etils import epy
 
 from flax_rpsave import _compat
 from flax_rpsave.errors import RPSaveError, SaveError, UnsupportedLeafError
+
+with epy.lazy_imports():  # half a second, for states with its objects alone
+    from flax import nnx
 
 logger = logging.getLogger("flax_rpsave")
 
@@ -38,7 +42,6 @@ DICT_KEY: Final = 2
 _UNSTORABLE_DTYPES: Final = frozenset(
     {"uint2", "uint4", "int1", "uint1", "float8_e4m3", "float6_e2m3fn", "float6_e3m2fn"}
 )
-_TRANSIENT: Final = (nnx.Intermediate, nnx.Cache, nnx.Perturbation)
 _nnx_kinds: dict[type, bool] = {}
 _EMPTY_KINDS: Final[dict[type, str]] = {type(None): "None", dict: "Dict", list: "List", tuple: "Tuple"}
 
@@ -185,7 +188,7 @@ def flatten(state: Any) -> tuple[list[Leaf], Structure]:
         prefix, prefix_types = prefixes[nnx_path[0]]
         path = (*prefix, *map(str, nnx_path[1:]))
         key_types = (*prefix_types, *[DICT_KEY] * (len(nnx_path) - 1))
-        if isinstance(value, _TRANSIENT):
+        if _is_transient(value):
             transient.append("/".join(path))
         elif isinstance(value, nnx.Variable):
             add_all("nnx", index, (*path, "value"), (*key_types, DICT_KEY), value.get_raw_value())
@@ -268,6 +271,8 @@ def _stops(node: Any) -> bool:
 
 def _is_nnx(value: Any) -> bool:
     """Whether a value is an NNX object or an `nnx.State`."""
+    if "flax.nnx" not in sys.modules:  # nor is there any
+        return False
     kind = type(value)
     if kind not in _nnx_kinds:  # asked once a type: NNX's own instance checks are slow
         _nnx_kinds[kind] = isinstance(value, (nnx.Pytree, nnx.Variable, nnx.State))
@@ -276,7 +281,11 @@ def _is_nnx(value: Any) -> bool:
 
 def _stops_in_state(node: Any) -> bool:
     """Whether flattening an `nnx.State` or a Variable's value ends here."""
-    return isinstance(node, _TRANSIENT) or _is_empty_node(node)
+    return _is_transient(node) or _is_empty_node(node)
+
+
+def _is_transient(value: Any) -> bool:
+    return isinstance(value, (nnx.Intermediate, nnx.Cache, nnx.Perturbation))
 
 
 def _flat_in_state(value: Any) -> list[tuple[Any, Any]]:

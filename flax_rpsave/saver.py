@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from flax_rpsave import documents
 from flax_rpsave.agreement import Group
 from flax_rpsave.cleaning import Cleaner
 from flax_rpsave.config import CheckpointConfig
@@ -47,6 +48,8 @@ class Saver:
         self.config = config
         self.nonce = secrets.token_hex(4)
         self.group = Group(config.commit_timeout_secs)
+        if self.group.decides:
+            documents.load_writers()
         cleaner = Cleaner(root, config) if root is not None and self.group.decides else None
         self.writer = Writer(cleaner, self.group, on_commit)
         self._signature: Any = None

@@ -68,7 +68,7 @@ def results(tmp_path_factory):
     return bench_here(tmp_path_factory.mktemp("bench"), "--quick", "--case", "replicas_3")
 
 
-LOCAL = ["small_leaves", "huge_leaves", "sharded_4x2"]
+LOCAL = ["sharded_4x2"]
 
 
 @pytest.fixture(scope="module")
