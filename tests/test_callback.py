@@ -1391,3 +1391,8 @@ def test_the_bytes_of_a_data_state_are_stored_as_they_are(root):
     with rps.CheckpointCallback(config(root), data=data) as checkpoint:
         checkpoint.resume(state_at(0))
     assert got == [bytes(range(256))]
+
+
+def test_importing_the_package_imports_neither_orbax_nor_nnx_nor_what_it_does_not_need():
+    code = "import sys, flax_rpsave; print(sorted({'flax', 'optax', 'orbax', 'grain'} & sys.modules.keys()))"
+    assert faults.run_python(code).stdout == "[]\n"
