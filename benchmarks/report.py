@@ -147,11 +147,13 @@ def case_section(results: Results, name: str) -> list[str]:
     if name in TARGETS:
         lines += [*verdicts(target.row(results, name) for target in TARGETS[name]), ""]
     lines += [f"![Blocking and time to commit of each peer](img/{name}.png)", ""]
-    for title, body in (
-        ("Saving (warm saves; medians, min–max)", peer_table(results, name, SAVING)),
-        ("Restoring from cold files (warm process; medians, min–max)", peer_table(results, name, RESTORING)),
-        ("Limits of the machine for as many bytes, in the same run", limits_table(results, name)),
-    ):
+    tables = [("Saving (warm saves; medians, min–max)", peer_table(results, name, SAVING))]
+    if "restore" in CASES[name].kinds:
+        tables.append(
+            ("Restoring from cold files (warm process; medians, min–max)", peer_table(results, name, RESTORING))
+        )
+    tables.append(("Limits of the machine for as many bytes, in the same run", limits_table(results, name)))
+    for title, body in tables:
         lines += [f"**{title}**", "", *body, ""]
     return lines
 

@@ -13,6 +13,7 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 _LONG = (
     "test_multiprocess_failures.py",
     "test_multiprocess.py",
+    "test_multiprocess_out_of_step.py",
     "test_benchmarks.py",
     "test_example.py",
     "test_object_stores.py",
