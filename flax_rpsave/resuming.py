@@ -134,6 +134,8 @@ class Resumer:
         if not resumed:
             check_resume_allowed(self._config, self._root, steps)
         if wanted.step is None:
+            if wanted.rewind:
+                raise TypeError("rewind=True moves steps aside that are newer than `step`: pass that")
             if not steps and self._config.resume == "required":
                 raise NoCheckpointError(f"checkpoint.resume is 'required', but {self._root} has no committed step")
             return None

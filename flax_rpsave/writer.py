@@ -450,7 +450,7 @@ class Writer:
         if self._on_commit is not None:
             try:
                 self._on_commit(stats)
-            except Exception:
+            except BaseException:  # SystemExit, too, which would end this thread alone
                 logger.exception("on_commit failed for step %d; the step is committed", stats.step)
 
 

@@ -441,6 +441,8 @@ def test_an_explicit_step_is_taken_and_newer_ones_need_rewind_report_54(root):
             checkpoint.resume(state_at(0), step=10)
         with pytest.raises(rps.NoCheckpointError, match=r"has no step 15; it has \[10, 20, 30\]"):
             checkpoint.resume(state_at(0), step=15, rewind=True)
+        with pytest.raises(TypeError, match="rewind=True moves steps aside that are newer than `step`"):
+            checkpoint.resume(state_at(0), rewind=True)
         assert faults.files_in(root) == before
         state, step = checkpoint.resume(state_at(0), step=30)
         assert_is_state_at(30, state)
@@ -943,9 +945,10 @@ def test_on_commit_gets_the_stats_on_another_thread_once_the_step_is_there(root)
     assert there == ["10"]
 
 
-def test_an_exception_of_on_commit_harms_nothing(root, caplog):
+@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
+def test_an_exception_of_on_commit_harms_nothing(root, caplog, kind):
     def on_commit(stats):
-        raise RuntimeError("dashboard is down")
+        raise kind("dashboard is down")
 
     with rps.CheckpointCallback(config(root), on_commit=on_commit) as checkpoint:
         checkpoint(10, state_at(10))
