@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -192,7 +193,7 @@ class BlockWriter:
         return True
 
 
-class BlocksEngine:
+class BlocksEngine(ABC):
     """What the engines that write blocks have in common.
 
     Args:
@@ -227,9 +228,9 @@ class BlocksEngine:
         self._writer = BlockWriter(self._written.digests, buffers, helper)
         self._open(directory, nbytes)
 
+    @abstractmethod
     def _open(self, directory: FileDirectory, nbytes: int) -> None:
         """Makes what the blocks go to."""
-        raise NotImplementedError
 
     @property
     def digests(self) -> Mapping[str, str]:

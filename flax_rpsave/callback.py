@@ -138,7 +138,7 @@ class CheckpointCallback:
         """
         begun = time.perf_counter()
         check_outside_of_tracing("the callback")
-        with self._alone(f"step {step}"):
+        with self._in_one_thread(f"step {step}"):
             return self._call(begun, step, state, metrics, extra, force)
 
     def _call(
@@ -226,7 +226,7 @@ class CheckpointCallback:
         check_outside_of_tracing("resume")
         if not self.config.enabled:
             return (initial(state, init), 0)
-        with self._alone("resume"):
+        with self._in_one_thread("resume"):
             self.wait()
             wanted = Wanted(state, init, skip, step, rewind)
             found = self._resumer.resume(wanted, begun=self._seen is not None, resumed=self._resumed)
@@ -284,7 +284,7 @@ class CheckpointCallback:
             error.add_note(f"besides, a checkpoint was not saved: {failed}")
 
     @contextlib.contextmanager
-    def _alone(self, what: str) -> Iterator[None]:
+    def _in_one_thread(self, what: str) -> Iterator[None]:
         """Refuses a call while another thread is in one: saves would mix what both hand over."""
         if not self._calling.acquire(blocking=False):
             raise SaveError(f"{what}: another thread is calling this callback; call it from one thread only")

@@ -66,10 +66,10 @@ class Cleaner:
           nonce: Of its save.
           damaged: Steps that count for none.
         """
+        if self._config.max_to_keep is None:
+            return
         with self._harmless(step):
             there = self._noted_steps(step)
-            if self._config.max_to_keep is None:
-                return
             sound = {s: name for s, name in there.items() if s == step or (s not in damaged and self._may_go(s, name))}
             if self._config.keep_best:
                 known = {s: self._metrics[s] for s in sound if s != step and s in self._metrics}
@@ -93,6 +93,9 @@ class Cleaner:
         Args:
           step: That was committed.
         """
+        if self._config.max_to_keep is None:  # else they were looked at before, while the others waited
+            with self._harmless(step):
+                self._noted_steps(step)
         for place in tuple(self._hidden):
             with self._harmless(step):
                 commit.discard(place)
@@ -117,8 +120,7 @@ class Cleaner:
 
     def _warn_of_metric(self, some_go: bool) -> None:
         """Says once that no step has the metric that the best are to be told by."""
-        rule = self._config.keep_best
-        given = self._given
+        rule, given = self._config.keep_best, self._given
         # Where no metric was given yet, one may follow; but a step that goes will not come back for it.
         if rule is None or rule.metric in given or not (given or some_go) or self._warned_of_metric:
             return

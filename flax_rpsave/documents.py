@@ -59,7 +59,7 @@ _STOCK_COMMIT = b"Checkpoint commit was successful"
 
 def load_writers() -> None:
     """Imports what documents are written with: a save that ends while the interpreter exits could not."""
-    assert ocp.metadata
+    _ = ocp.metadata
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def read_documents(directory: Directory, item: str | None) -> Documents:
     place = _find_item(directory, item)
     prefix = f"{place.name}/" if place != directory else ""
     with reading(str(directory)):
-        place.read(OCDBT_MANIFEST)  # TensorStore would wait for a pipe in its place
+        if place.renames:
+            place.read(OCDBT_MANIFEST)  # on a file system TensorStore would wait for a pipe in its place
         marker = directory.read(documents.COMMIT)
         found: dict[str, bytes | None] = {
             name: directory.read(name)
@@ -81,7 +82,11 @@ def is_checkpoint(directory: Directory) -> bool:
 
 def has_checkpoint(step: Directory) -> bool:
     """Whether a step's directory has a checkpoint in it, and not something else that is named by a number."""
-    return is_checkpoint(step) or any(documents.TREE in (step / name).files() for name in step.children())
+    return is_checkpoint(step) or bool(_items(step))
+
+
+def _items(directory: Directory) -> list[str]:
+    return [name for name in directory.children() if documents.TREE in (directory / name).files()]
 
 
 def _find_item(directory: Directory, item: str | None) -> Directory:
@@ -89,7 +94,7 @@ def _find_item(directory: Directory, item: str | None) -> Directory:
         raise NoCheckpointError(f"{directory} does not exist")
     if item is None and documents.TREE in directory.files():
         return directory
-    items = [name for name in directory.children() if documents.TREE in (directory / name).files()]
+    items = _items(directory)
     if item is not None:
         if item not in directory.children():
             raise NoCheckpointError(f"{directory} has no item {item!r}; it has {items or 'none'}")
