@@ -3,6 +3,7 @@
 import errno
 import os
 from concurrent.futures import wait
+from urllib.parse import unquote
 
 import jax
 import ml_dtypes
@@ -164,11 +165,13 @@ def test_one_damaged_node_of_many_is_named_and_the_others_are_read(tmp_path):
     for key, place in places.items():
         data = (tmp_path / place.file).read_bytes()[place.offset : place.offset + place.nbytes]
         assert data == bytes([int(key[3:]) % 256]) * 200
-    # A leaf node lies somewhere behind its prefix: the first place where the name of one key is found again.
-    (file,) = {place.file for place in places.values()}
+    reader = ts.KvStore.open(directory.kvstore()).result()
+    root = ts.ocdbt.dump(reader).result()["versions"][-1]["root"]["location"]
+    child = ts.ocdbt.dump(reader, root).result()["entries"][0]["location"]
+    _, folder, name, offset, nbytes = str(child).split(":")
+    file = unquote(folder) + unquote(name)
     data = bytearray((tmp_path / file).read_bytes())
-    position = max(p.offset + p.nbytes for p in places.values()) + 40
-    data[position] ^= 1
+    data[int(offset) + int(nbytes) // 2] ^= 1
     (tmp_path / file).write_bytes(data)
     left = list(nodes.walk(directory, store.new_context(), lambda *fault: faults.append(fault)))
     assert [name for name, _ in faults] == [file]
