@@ -58,7 +58,7 @@ def boolean() -> Check:
 
     def read(value: object) -> bool:
         if not isinstance(value, bool):
-            raise ValueError
+            raise ValueError(_foreign.boolean_meant(value))
         return value
 
     return Check("true or false", read)
@@ -166,13 +166,18 @@ def _resolved(value: object) -> str:
         return content
 
     path = re.sub(r"\$(?:(\w+)|\{(\w+)\})", variable, raw)
+    if path != path.strip() or not path.isprintable():
+        raise ValueError("spaces around it, line breaks and control characters are taken for mistakes")
     if scheme := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", path):
         if scheme[1] not in ("gs", "s3"):
             remedy = "leave file:// away" if scheme[1].lower() == "file" else "nothing else is supported"
             raise ValueError(f"{scheme[1]}:// is not supported; {remedy}: a path, gs:// and s3:// work")
         if not re.match(r"(?:gs|s3)://[^/]", path):
             raise ValueError(f"write {scheme[1]}://bucket/…; a pathlib.Path drops one of the two slashes")
-        return path.rstrip("/")
+        path = path.rstrip("/")
+        if {"", ".", ".."}.intersection(path.split("/")[3:]):
+            raise ValueError("object stores take `.`, `..` and `//` as they stand; leave them out")
+        return path
     path = os.path.expanduser(path)
     if path.startswith("~"):
         raise ValueError("there is no such user")

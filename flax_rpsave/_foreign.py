@@ -103,11 +103,12 @@ _INSTEAD: dict[str, str] = {
     "replica_parallel": "write {enable: true} or {enable: false}, or leave it out",
     "storage": "write {compression: zstd}, say, or leave it out",
 }
+_RESUME = "auto, which starts at 0 where there are no steps; with required, that is an error"
+_NO_RESUME = "never; it is an error over existing steps, so that two runs do not mix"
 # (key, value as repr, text in lower case) → what was meant.
 _MEANT_VALUES: dict[tuple[str, str], str] = {
-    ("resume", "true"): "auto, which starts at 0 where there are no steps; with required, that is an error",
-    ("resume", "false"): "never; it is an error over existing steps, so that two runs do not mix",
-    ("resume", "none"): "never; it is an error over existing steps, so that two runs do not mix",
+    **{("resume", text): _RESUME for text in ("true", "yes", "on", "always", "latest")},
+    **{("resume", text): _NO_RESUME for text in ("false", "no", "off", "none")},
     ("resume", "must"): "required",
     ("resume", "allow"): "auto",
     ("on_error", "ignore"): "log",
@@ -152,12 +153,16 @@ def hint_for_value(name: str, value: Any, *, nullable: bool) -> str:
         return meant
     if text in ("none", "null", "nil", "~", "", "no", "off", "false") and nullable:
         return "write null" + (" (YAML reads it as text)" if isinstance(value, str) else "")
-    if isinstance(value, str) and text in ("true", "false", "yes", "no", "on", "off", "y", "n"):
-        return "it is text: write true or false, without quotes"
     real: Any = value if isinstance(value, numbers.Real) else 0
     if not isinstance(value, bool) and 0 < real < math.inf:
         return ""  # a number that switches nothing off
     return _INSTEAD.get(name, "")
+
+
+def boolean_meant(value: object) -> str:
+    """What to write for a refused value that shows a boolean; empty where it shows none."""
+    shows = isinstance(value, str) and value.strip().lower() in ("true", "false", "yes", "no", "on", "off", "y", "n")
+    return "it is text: write true or false, without quotes" if shows else ""
 
 
 def number_meant(value: object, *, whole: bool, least: int = 1) -> str:

@@ -40,13 +40,16 @@ _numbers = itertools.count()
 
 def stand_aside() -> None:
     """Takes the number that a `Group` would have had in this process, and says so to those that will wait for it."""
-    name = _next_name()
-    if (client := _compat.coordination_client()) is not None:
-        client.key_value_set(f"{name}/disabled/{jax.process_index()}", "")
+    _say_absent(_next_name(), "checkpoint.enabled is false there; it must be the same in all processes")
 
 
 def _next_name() -> str:
     return f"rpsave/{next(_numbers)}"
+
+
+def _say_absent(group: str, why: str) -> None:
+    if (client := _compat.coordination_client()) is not None:
+        client.key_value_set(f"{group}/absent/{jax.process_index()}", why)
 
 
 class Group:
@@ -93,10 +96,17 @@ class Group:
         if len(self._ended) > 1:
             self._remove(self._ended.pop(0) + "/")
 
-    def disabled(self) -> list[int]:
-        """The processes in which the owner is not enabled, as far as they have come."""
-        found = _compat.coordination_client().key_value_dir_get(f"{self._name}/disabled/")
-        return sorted(int(key.rpartition("/")[2]) for key, _ in found)
+    def leave(self, why: str) -> None:
+        """Says that this process takes no part from here on, so that nobody waits for it."""
+        try:
+            _say_absent(self._name, why)
+        except jax.errors.JaxRuntimeError as error:
+            logger.debug("the other processes could not be told that this one leaves: %s", error)
+
+    def absent(self) -> dict[int, str]:
+        """The processes that take no part, as far as they have come, and why."""
+        found = _compat.coordination_client().key_value_dir_get(f"{self._name}/absent/")
+        return {int(key.rpartition("/")[2]): why for key, why in found}
 
     def _remove(self, *keys: str) -> None:
         try:
@@ -171,6 +181,7 @@ class Channel:
         began = told = time.monotonic()
         deadline = began + self._group.timeout_secs
         while True:
+            absent = self._group.absent()  # first: who has reported and left after that is not missing
             reports = self._reports()
             for process in sorted(reports):
                 if (failure := reports[process]["failure"]) is not None:
@@ -179,7 +190,7 @@ class Channel:
             missing = self._missing(reports)
             if not missing:
                 return [reports[p]["word"] for p in range(self._group.processes)]
-            self._check_enabled(missing)
+            self._check_present(missing, absent)
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._too_late(missing)
@@ -223,7 +234,7 @@ class Channel:
         """Every process says a word and gets those of all, by process.
 
         Raises:
-          SaveError: Process 0 has given up, or one that is waited for is not enabled.
+          SaveError: Process 0 has given up, or one that is waited for takes no part.
           CommitTimeoutError: One did not report in time after this one.
         """
         own = {"shared": word}
@@ -297,13 +308,10 @@ class Channel:
     def _missing(self, reports: Mapping[int, Any]) -> list[int]:
         return [p for p in range(self._group.processes) if p not in reports]
 
-    def _check_enabled(self, missing: Iterable[int]) -> None:
+    def _check_present(self, missing: Iterable[int], absent: Mapping[int, str]) -> None:
         """Raises where one that is waited for will never come."""
-        if absent := sorted({*missing}.intersection(self._group.disabled())):
-            raise SaveError(
-                f"{self._what}: checkpoint.enabled is false in {_named(absent)}, and true in process "
-                f"{self._group.process}; it must be the same in all processes"
-            )
+        if gone := sorted({*missing}.intersection(absent)):
+            raise SaveError(f"{self._what}: {_named(gone)} will not take part: {absent[gone[0]]}")
 
     def _too_late(self, missing: Sequence[int]) -> CommitTimeoutError:
         return CommitTimeoutError(
@@ -317,20 +325,20 @@ class Channel:
         Args:
           key: The key.
           secs: How long to wait.
-          begun: Whether process 0 is known to have begun. Else it may give up instead, which is asked for first: what
-            it has said before does not count any more.
+          begun: Whether process 0 is known to have begun. Else it may give up or leave instead, which is asked for
+            first: what it has said before does not count any more.
 
         Raises:
           SaveError: It has given up, or will not come.
         """
         deadline = time.monotonic() + secs
         while (left := deadline - time.monotonic()) > 0:
+            absent = {} if begun else self._group.absent()
             if not begun and (failure := self.failed()) is not None:
                 raise failure
             if (value := self._try_get(key, min(left, _POLL_SECS))) is not None:
                 return value
-            if not begun:
-                self._check_enabled([0])
+            self._check_present([0], absent)
         return None
 
     def _try_get(self, key: str, secs: float) -> str | None:

@@ -208,6 +208,8 @@ class CheckpointCallback:
             leaves that only the checkpoint has are passed over by them.
           rewind: With `step`: move newer steps aside, under names that are no steps.
 
+        Where this raises, `data` and NNX objects may have been set already: make them anew before another try.
+
         Returns:
           (state, step); (state, 0) where there is no checkpoint.
 
@@ -257,6 +259,9 @@ class CheckpointCallback:
           SaveError: The last save failed, whatever `on_error` says.
           RPSaveError: This is inside `on_commit`.
         """
+        self._close("its callback was closed")
+
+    def _close(self, why: str) -> None:
         if self._closed:
             return
         if self.config.enabled:
@@ -266,6 +271,7 @@ class CheckpointCallback:
         if self.config.enabled:
             self._saver.writer.wait()
             forget(self._saver.writer)
+            self._saver.group.leave(why)
             if (error := self._saver.writer.take_error(logged_too=True)) is not None:
                 raise error
 
@@ -279,7 +285,7 @@ class CheckpointCallback:
             self.close()
             return
         try:
-            self.close()
+            self._close(f"its loop ended with {type(error).__name__}: {error}")
         except SaveError as failed:
             error.add_note(f"besides, a checkpoint was not saved: {failed}")
 

@@ -116,7 +116,10 @@ class CheckpointConfig(Block):
     async_save: bool = setting(boolean(), True)
     """Whether the call returns while the snapshot is written; where not, it returns after the commit."""
     on_error: str = setting(one_of("raise", "log"), "raise")
-    """What a background failure does at the next call: `raise` or `log`. A failed last save always raises at close."""
+    """What a background failure does at the next call: `raise` or `log`. A failed last save always raises at close.
+
+    What a call itself refuses (a state that cannot be saved, a step that goes backwards) it raises in any case.
+    """
     commit_timeout_secs: float = setting(positive(), 600)
     """How long process 0 waits for the others after its own write, and each for the others in `resume`, in seconds."""
     save_on_preemption: bool = setting(boolean(), True)

@@ -67,6 +67,10 @@ class Directory(ABC):
         """
 
     @abstractmethod
+    def irregular(self) -> list[str]:
+        """Paths in it, at any depth, of what is neither file nor directory: pipes, links to nothing."""
+
+    @abstractmethod
     def nbytes(self) -> int | None:
         """Bytes of all files in it and below; None where the storage does not tell."""
 
@@ -110,6 +114,11 @@ class Directory(ABC):
 def _open_at_once(path: str, flags: int) -> int:
     """Opens a file, and a pipe without waiting for who writes to it."""
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _leads_to_files(path: str) -> bool:
+    """Whether a link leads to a file or a directory."""
+    return os.path.isfile(path) or os.path.isdir(path)
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,18 @@ class FileDirectory(Directory):
         except IsADirectoryError:
             pass
         raise CorruptCheckpointError(f"{path} is no regular file")
+
+    def irregular(self) -> list[str]:  # noqa: D102
+        found = []
+        waiting = [self.path]
+        while waiting:
+            with contextlib.suppress(FileNotFoundError), os.scandir(waiting.pop()) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(Path(entry))
+                    elif not entry.is_file(follow_symlinks=False) and not _leads_to_files(entry.path):
+                        found.append(str(Path(entry).relative_to(self.path)))
+        return sorted(found)
 
     def nbytes(self) -> int:  # noqa: D102
         total = 0
@@ -274,6 +295,10 @@ class ObjectDirectory(Directory):
         with self._explained(f"{self}/{name} cannot be read"):
             found = self._store().read(name).result()
         return bytes(found.value) if found.state == "value" else None
+
+    def irregular(self) -> list[str]:
+        """None: an object is an object."""
+        return []
 
     def nbytes(self) -> None:
         """TensorStore lists objects without their sizes."""

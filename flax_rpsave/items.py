@@ -12,7 +12,6 @@ from flax_rpsave import documents
 from flax_rpsave.directory import Directory
 from flax_rpsave.errors import CorruptCheckpointError, NoCheckpointError
 from flax_rpsave.reading import reading
-from flax_rpsave.store import OCDBT_MANIFEST
 
 
 @dataclass(frozen=True)
@@ -55,13 +54,13 @@ def read_documents(directory: Directory, item: str | None) -> Documents:
 
     Raises:
       NoCheckpointError: There is no such item, or several and none is named.
-      CorruptCheckpointError: There is no item at all.
+      CorruptCheckpointError: There is no item at all, or something in it that is no file.
     """
     place = _find_item(directory, item)
     prefix = f"{place.name}/" if place != directory else ""
     with reading(str(directory)):
-        if place.renames:
-            place.read(OCDBT_MANIFEST)  # on a file system TensorStore would wait for a pipe in its place
+        for name in place.irregular():  # TensorStore would wait for who writes to a pipe
+            raise CorruptCheckpointError(f"{place}/{name} is no regular file")
         marker = directory.read(documents.COMMIT)
         found: dict[str, bytes | None] = {
             name: directory.read(name)

@@ -33,6 +33,7 @@ from flax_rpsave.stored import Stored, describe
 
 logger = logging.getLogger("flax_rpsave")
 
+_PYTHON_NUMBERS = (np.dtype(np.float64), np.dtype(np.complex128))  # as which Python's are stored
 _PROGRESS_SECS = 10.0  # how often a restore says how far it is
 
 
@@ -240,14 +241,18 @@ def place(values: np.ndarray, leaf: Leaf, sharding: jax.sharding.Sharding | None
       sharding: In place of the target's.
 
     Raises:
-      TreeMismatchError: A stored scalar does not fit the target's width.
+      TreeMismatchError: A stored scalar does not fit the target's width: it would change, and is no Python number that
+        meets an array, which JAX would round likewise.
     """
     target = leaf.original
     dtype = np.dtype(leaf.value.dtype)
     if values.dtype != dtype:  # scalars of one kind and another width
         narrowed = _narrowed(values, dtype)
-        if narrowed is None:
-            raise TreeMismatchError(f"{leaf.label}: the stored value {values} does not fit into {dtype.name}")
+        rounds = leaf.kind == "jax.Array" and values.dtype in _PYTHON_NUMBERS
+        if narrowed is None or not (rounds or _same(narrowed, values)):
+            raise TreeMismatchError(
+                f"{leaf.label}: the stored {values.dtype.name} value {values} does not fit into {dtype.name}"
+            )
         values = narrowed
     if leaf.kind == "scalar":
         return values[()] if isinstance(target, np.generic) else type(target)(values.item())
@@ -330,14 +335,18 @@ def _narrowed(values: np.ndarray, dtype: Any) -> np.ndarray | None:
     return narrowed if np.all(fits) else None
 
 
+def _same(narrowed: np.ndarray, values: np.ndarray) -> bool:
+    """Whether values are still what they were in another width."""
+    return np.array_equal(narrowed.astype(values.dtype), values, equal_nan=values.dtype.kind in "fc")
+
+
 def _as_jax_would(values: np.ndarray, label: str) -> np.ndarray:
     """64-bit values as 32-bit ones where JAX has no others: exactly, or (single floats) as it converts Python's."""
     dtype = jax.dtypes.canonicalize_dtype(values.dtype)
     if dtype == values.dtype:
         return values
     narrowed = _narrowed(values, dtype)
-    exact = narrowed is not None and np.array_equal(narrowed.astype(values.dtype), values, equal_nan=dtype.kind in "fc")
-    if narrowed is None or (values.ndim and not exact):
+    if narrowed is None or (values.ndim and not _same(narrowed, values)):
         raise TreeMismatchError(
             f"{label}: the stored {values.dtype.name} values do not fit into {dtype.name}, the widest of JAX without "
             "jax_enable_x64; set that, load to the host (no sharding), or cast floats with dtype="

@@ -143,7 +143,7 @@ class Saver:
             self._signature = signature
             if self._snapshotter.groups > 1:
                 logger.warning(
-                    "max_staging_gb: %s is less than the %.2f GB that this process saves: each save goes in %d groups, "
+                    "max_staging_gb: %s is less than the %.3g GB that this process saves: each save goes in %d groups, "
                     "and the call waits until all but the last are written",
                     budget, plan.process_bytes.get(jax.process_index(), 0) / 1e9, self._snapshotter.groups,
                 )  # fmt: skip

@@ -429,6 +429,26 @@ def test_a_pipe_or_a_directory_in_the_place_of_a_document_is_damage(run, name, m
         assert checkpoint.resume(state_at(0))[1] == 10
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(path)])
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_what_stands_in_the_place_of_array_data_is_damage(tmp_path, make, use_ocdbt, capsys):
+    """Also where only TensorStore opens it, which would wait for who writes to a pipe."""
+    settings = config(tmp_path / "run", storage={"use_ocdbt": use_ocdbt})
+    with rps.CheckpointCallback(settings) as checkpoint:
+        for step in (10, 20):
+            checkpoint(step, state_at(step))
+    files = [path for path in (tmp_path / "run" / "20").rglob("*") if path.is_file() and path.name != "_METADATA"]
+    data = max(files, key=lambda path: (path.parent.name in ("d", "c"), path.stat().st_size))
+    data.unlink()
+    make(data)
+    with pytest.raises(rps.CorruptCheckpointError, match=f"{tmp_path}/run/20"):
+        rps.load(tmp_path / "run", step=20)
+    assert cli.main(["verify", str(tmp_path / "run")]) == 1
+    assert str(data.relative_to(tmp_path / "run" / "20")) in capsys.readouterr().out
+    with rps.CheckpointCallback(settings) as checkpoint:
+        assert checkpoint.resume(state_at(0))[1] == 10
+
+
 def test_a_step_in_the_place_of_another_is_read_by_nobody_as_that(run):
     shutil.rmtree(run / "20")
     shutil.copytree(run / "10", run / "20")
@@ -510,7 +530,8 @@ def test_nothing_is_cast_in_silence_report_10(tmp_path):
 @pytest.mark.parametrize("target", [np.int8(0), np.zeros((), np.int8), jnp.zeros((), jnp.int8), np.int32(0)])
 def test_a_stored_scalar_that_the_targets_width_cannot_hold_is_an_error_report_10(tmp_path, target):
     rps.save(tmp_path / "c", {"n": np.int64(2**40 + 7)})
-    with pytest.raises(rps.TreeMismatchError, match=rf"n: the stored value {2**40 + 7} does not fit into int(8|32)"):
+    said = rf"n: the stored int64 value {2**40 + 7} does not fit into int(8|32)"
+    with pytest.raises(rps.TreeMismatchError, match=said):
         rps.load(tmp_path / "c", {"n": target})
 
 

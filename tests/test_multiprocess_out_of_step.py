@@ -182,7 +182,7 @@ def test_a_callback_that_is_not_enabled_in_one_process_is_named_and_the_others_o
         resume, call, wait = result.said[process * 3 : process * 3 + 3]
         for said in (resume, wait):
             assert said.startswith("SaveError:")
-            assert f"checkpoint.enabled is false in process {1 - process}, and true in process {process}" in said
+            assert f"process {1 - process} will not take part: checkpoint.enabled is false there" in said
         assert call == "done True"
         assert result.said[(1 - process) * 3 : (1 - process) * 3 + 3] == disabled
         assert result.said[6:] == enabled
@@ -333,3 +333,35 @@ def test_configurations_that_differ_are_refused_by_setting(tmp_path, keys, said)
     for result in results:
         assert said in result.said[0]
         assert result.said[1] == "[]"
+
+
+@pytest.mark.parametrize("leaving", [0, 1])
+@pytest.mark.parametrize("how", ["an error", "close"])
+def test_who_leaves_its_loop_is_not_waited_for(tmp_path, leaving, how):
+    """Such as where the data of one process end before those of the others, or its train step raises."""
+    text = script("""
+    leaving, how = int(sys.argv[3]), sys.argv[4]
+    def train():
+        with rps.CheckpointCallback(config) as checkpoint:
+            checkpoint(1, make(1))
+            if process == leaving:
+                if how == "close":
+                    return
+                raise ZeroDivisionError("a batch of nothing")
+            checkpoint(2, make(2))
+    begun = time.monotonic()
+    try:
+        told(train)
+    except ZeroDivisionError as error:
+        say("mine:", error)
+    say(int(time.monotonic() - begun) < 60)
+    meet("ended")
+    """)
+    results = run(text, 2, args=[str(tmp_path), "600", str(leaving), how])
+    why = "its callback was closed" if how == "close" else "its loop ended with ZeroDivisionError: a batch of nothing"
+    said = results[1 - leaving].said
+    assert said[0].startswith("SaveError: step 2")
+    assert f"process {leaving} will not take part: {why}" in said[0]
+    assert [result.said[-1] for result in results] == ["True", "True"]
+    assert results[leaving].said[0] == ("done None" if how == "close" else "mine: a batch of nothing")
+    assert set(rps.load(tmp_path, step=1)) == {"w", "b"}

@@ -902,8 +902,43 @@ def test_nothing_is_cast_in_silence(tmp_path, saved, target):
 
 def test_a_stored_number_that_does_not_fit_the_targets_width_is_an_error(tmp_path):
     rps.save(tmp_path / "one", {"count": 2**40})
-    with pytest.raises(rps.TreeMismatchError, match=r"count: the stored value 1099511627776 does not fit into int32"):
+    said = r"count: the stored int64 value 1099511627776 does not fit into int32"
+    with pytest.raises(rps.TreeMismatchError, match=said):
         rps.load(tmp_path / "one", {"count": jnp.int32(0)})
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [
+        (np.float64(0.1), np.float32(0)),
+        (0.1, np.float32(0)),
+        (0.1, np.zeros((), np.float32)),
+        (np.complex128(0.1), np.complex64(0)),
+        (np.float32(0.1), jnp.bfloat16(0)),
+    ],
+    ids=str,
+)
+def test_a_number_that_another_width_would_change_is_not_cast(tmp_path, saved, target):
+    rps.save(tmp_path / "one", {"rate": saved})
+    with pytest.raises(rps.TreeMismatchError, match=r"rate: the stored \w+ value .* does not fit into \w+"):
+        rps.load(tmp_path / "one", {"rate": target})
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "expected"),
+    [
+        (0.1, jnp.float32(0), jnp.asarray(0.1)),  # as JAX rounds a Python number
+        (np.float64(0.5), np.float32(0), np.float32(0.5)),
+        (np.float32(0.1), 0.0, float(np.float32(0.1))),
+        (float("nan"), np.float32(0), np.float32("nan")),
+    ],
+    ids=str,
+)
+def test_a_number_takes_the_targets_width_where_it_stays_what_it_is(tmp_path, saved, target, expected):
+    rps.save(tmp_path / "one", {"rate": saved})
+    loaded = rps.load(tmp_path / "one", {"rate": target})["rate"]
+    assert type(loaded) is type(expected) or isinstance(loaded, jax.Array)
+    assert np.asarray(loaded).tobytes() == np.asarray(expected).tobytes()
 
 
 # load
