@@ -9,7 +9,7 @@ import os
 import pathlib
 
 import flax_rpsave as rps
-from tests.faults.rig import EVER, Rig
+from tests.faults.rig import Rig
 from tests.faults.runs import assert_is_of, config, load_as_stock, state_at
 
 _CODES = (errno.EIO, errno.ENOSPC)
@@ -30,12 +30,13 @@ def check_restorable(root: pathlib.Path, step: int) -> None:
     assert_is_of(load_as_stock(root, step), step, exactly=False)
 
 
-def chosen(calls: list[str], wanted: int) -> list[int]:
-    """Numbers of so many calls, evenly spread, and of the first of each function."""
+def chosen(calls: list[str], wanted: int) -> list[tuple[str, int]]:
+    """(function, which of its calls) of so many calls, evenly spread, and of the first of each function."""
     count = len(calls)
     spread = {round(k * (count - 1) / (wanted - 1)) for k in range(wanted)} if wanted < count else set(range(count))
     functions = [call.split()[0] for call in calls]
-    return sorted(spread | {functions.index(function) for function in functions})
+    numbers = sorted(spread | {functions.index(function) for function in functions})
+    return [(functions[k], functions[:k].count(functions[k])) for k in numbers]
 
 
 def main(root: pathlib.Path, wanted: int) -> None:
@@ -46,23 +47,22 @@ def main(root: pathlib.Path, wanted: int) -> None:
             assert save(checkpoint, step) is None
         calls = rig.calls()  # of a clean save that deletes an older step, too
         both = wanted >= len(calls)
-        for number, call in enumerate(chosen(calls, wanted)):
-            for code in _CODES if both else [_CODES[number % 2]]:
-                last = EVER if number % 4 == 3 else call  # what cleans up after a failure fails then, too
+        for count, (function, number) in enumerate(chosen(calls, wanted)):
+            for code in _CODES if both else [_CODES[count % 2]]:
+                onwards = count % 4 == 3  # what cleans up after a failure fails then, too
                 step += 1
                 rig.watch(root)
-                rig.fail(call, last, code)
+                rig.fail(function, number, code, onwards=onwards)
                 error = save(checkpoint, step)
-                calls = rig.calls()
-                rig.fail(0, -1)
-                name = calls[call] if call < len(calls) else "none: this save had fewer calls"
-                where = f"step {step}, call {call} ({name}): {error}"
+                name = rig.failed() or "none: this save had fewer of them"
+                rig.fail("")
+                where = f"step {step}, {function} {number} ({name}): {error}"
                 if error is None:
                     assert step in checkpoint.all_steps(), where
                     check_restorable(root, step)
                 else:
                     if step in checkpoint.all_steps():  # its sync failed, and so did the way back: it is whole
-                        assert last == EVER and name == f"fsync {root}", where  # noqa: PT018
+                        assert onwards and name == f"fsync {root}", where  # noqa: PT018
                         check_restorable(root, step)
                     assert f"step {step} was not saved to {root}/{step}: " in str(error), where
                     assert os.strerror(code) in str(error), where

@@ -19,8 +19,9 @@
 #define NAME_SIZE 512
 
 static char watched[PATH_MAX];
-static atomic_long calls, first_failing, last_failing = -1, delay_us;
-static atomic_int failing_code;
+static char failing[32];  // the name of the function that is to fail; empty: none is
+static atomic_long calls, failing_number, of_failing, failed, delay_us;
+static atomic_int failing_code, failing_onwards;
 static char names[LOGGED][NAME_SIZE];
 
 void rig_watch(const char *directory) {
@@ -29,12 +30,17 @@ void rig_watch(const char *directory) {
     snprintf(watched, sizeof watched, "%s/", directory);
 }
 
-void rig_fail(long first, long last, int code) {
-    last_failing = -1;
+void rig_fail(const char *function, long number, int code, int onwards) {
+    failing[0] = 0;
+    of_failing = 0;
+    failed = -1;
+    failing_number = number;
     failing_code = code;
-    first_failing = first;
-    last_failing = last;
+    failing_onwards = onwards;
+    snprintf(failing, sizeof failing, "%s", function);
 }
+
+long rig_failed(void) { return failed; }
 
 void rig_delay(long microseconds) { delay_us = microseconds; }
 
@@ -54,7 +60,11 @@ static int verdict(const char *call, const char *path) {
         struct timespec wait = {delay_us / 1000000, delay_us % 1000000 * 1000};
         nanosleep(&wait, NULL);
     }
-    return number >= first_failing && number <= last_failing ? failing_code : 0;
+    if (!failing[0]) return 0;
+    if (failed >= 0) return failing_onwards ? failing_code : 0;
+    if (strcmp(call, failing) || atomic_fetch_add(&of_failing, 1) != failing_number) return 0;
+    failed = number;
+    return failing_code;
 }
 
 static int of_descriptor(const char *call, int descriptor) {

@@ -9,8 +9,6 @@ import subprocess
 import pytest
 
 _SOURCE = pathlib.Path(__file__).with_name("rig.c")
-EVER = 2**62
-"""As the last call that fails: all that follow do."""
 
 
 def environment(directory: pathlib.Path) -> dict[str, str]:
@@ -29,16 +27,25 @@ class Rig:
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
         self._library.rig_calls.restype = ctypes.c_long
+        self._library.rig_failed.restype = ctypes.c_long
         self._library.rig_name.restype = ctypes.c_char_p
 
     def watch(self, directory: pathlib.Path) -> None:
         """Counts from 0 what changes the directory and what lies below; whatever was to fail before no longer does."""
-        self.fail(0, -1)
+        self.fail("")
         self._library.rig_watch(os.fsencode(directory))
 
-    def fail(self, first: int, last: int, code: int = 0) -> None:
-        """Lets the calls of these numbers fail with this errno."""
-        self._library.rig_fail(ctypes.c_long(first), ctypes.c_long(last), code)
+    def fail(self, function: str, number: int = 0, code: int = 0, *, onwards: bool = False) -> None:
+        """Lets the call of a function of this number, from 0, fail with this errno, and all that follow, if asked to.
+
+        By function, for the order of different ones is another in each save. An empty name: none fails from here on.
+        """
+        self._library.rig_fail(function.encode(), ctypes.c_long(number), code, onwards)
+
+    def failed(self) -> str | None:
+        """The first call that failed; None where none has yet."""
+        number = self._library.rig_failed()
+        return None if number < 0 else self.calls()[number]
 
     def delay(self, secs: float) -> None:
         """Lets every call that counts take longer."""
