@@ -115,6 +115,8 @@ def item_name() -> Check:
     def read(value: object) -> str:
         if not isinstance(value, str) or not re.fullmatch(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_-])?", value):
             raise ValueError
+        if len(value) > 200:
+            raise ValueError("file systems take names of up to 255 characters, and Orbax's temporary ones are longer")
         if value in ("metrics", "_CHECKPOINT_METADATA", "commit_success.txt") or ".orbax-checkpoint-tmp" in value:
             raise ValueError("Orbax gives that name to something else in a step's directory")
         return value

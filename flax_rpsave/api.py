@@ -26,6 +26,7 @@ from flax_rpsave.errors import (
 from flax_rpsave.items import is_checkpoint
 from flax_rpsave.leaves import check_outside_of_tracing, flatten, unflatten_to_dicts
 from flax_rpsave.planner import SavePlan, layout_of, plan_leaves
+from flax_rpsave.reading import reading
 from flax_rpsave.restore import Fit, cast, put
 from flax_rpsave.saver import Saver
 from flax_rpsave.store import new_context
@@ -98,6 +99,7 @@ def load(
     subtree: str | None = None,
     dtype: Any = None,
     sharding: jax.sharding.Sharding | None = None,
+    item: str | None = None,
 ) -> Any:
     """Reads a checkpoint, or a part of one. Writes, cleans and locks nothing.
 
@@ -109,9 +111,10 @@ def load(
       subtree: Reads only what lies under this path, such as "params" or "params/decoder"; its keys are those below it.
       dtype: What floats are cast to; other leaves keep their dtype.
       sharding: Where every array goes, in place of the target's sharding; the leaves are `jax.Array`s then.
+      item: Sub-item of the step's directory, where stock Orbax saved several; None takes the only one, or `default`.
 
     Raises:
-      NoCheckpointError: There is nothing of that name.
+      NoCheckpointError: There is nothing of that name, or several items and none is named.
       TreeMismatchError: There is no such subtree, or it does not fit the target.
       CorruptCheckpointError: Stored bytes are missing or changed.
 
@@ -122,10 +125,12 @@ def load(
         raise TypeError(f"sharding must be a jax.sharding.Sharding, got {type(sharding).__qualname__}")
     if subtree is not None and not isinstance(subtree, str):
         raise TypeError(f'subtree must be a path such as "params/decoder", got {subtree!r}')
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"dtype must be a floating-point type: only floats are cast, got {dtype!r}")
+    if dtype is not None and not _is_floating(dtype):
+        raise TypeError(
+            f"dtype must be a floating-point type such as jnp.bfloat16: only floats are cast, got {dtype!r}"
+        )
     context = new_context()
-    stored = _open(open_directory(path, context), step, context)
+    stored = _open(open_directory(path, context), step, item, context)
     entries = list(stored.tree.entries)
     if subtree is not None:
         entries = _below(stored, tuple(part for part in subtree.split("/") if part))
@@ -153,20 +158,29 @@ def _config(config: CheckpointConfig | Mapping[str, Any] | None) -> CheckpointCo
     )
 
 
-def _open(directory: Directory, step: int | None, context: ts.Context) -> Stored:
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(dtype, jnp.floating))
+    except TypeError:  # no type at all
+        return False
+
+
+def _open(directory: Directory, step: int | None, item: str | None, context: ts.Context) -> Stored:
     """The checkpoint at a path, which may be one or a run's directory."""
     if not directory.exists():
         raise NoCheckpointError(f"{directory} does not exist")
-    steps = commit.committed_steps(directory)
-    if step is not None:
-        if step not in steps:
-            raise NoCheckpointError(f"{directory} has no step {step}; it has {list(steps) or 'none'}")
-    elif is_checkpoint(directory):
-        return open_checkpoint(directory, None, context)
-    elif not steps:
+    with reading(str(directory)):
+        steps = commit.committed_steps(directory)
+        is_one = step is None and is_checkpoint(directory)
+    if is_one:
+        return open_checkpoint(directory, item, context)
+    if step is not None and step not in steps:
+        raise NoCheckpointError(f"{directory} has no step {step}; it has {list(steps) or 'none'}")
+    if not steps:
+        commit.check_unprefixed(directory)
         raise NoCheckpointError(f"{directory} is neither a checkpoint nor a run's directory with committed steps")
     chosen = step if step is not None else max(steps)
-    stored = open_checkpoint(directory / steps[chosen], None, context)
+    stored = open_checkpoint(directory / steps[chosen], item, context)
     stored.check_step(chosen)
     return stored
 

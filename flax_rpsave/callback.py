@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory, explained, open_directory
 from flax_rpsave.errors import (
     ConfigError,
+    RPSaveError,
     SaveError,
     StepOrderError,
 )
@@ -77,6 +79,7 @@ class CheckpointCallback:
         self._resumed = False
         self._existing: set[int] = set()  # committed by others before this run, as of its beginning
         self._closed = False
+        self._process = os.getpid()
         self._calling = threading.Lock()
         self._should_stop = False
         self._watch = PreemptionWatch(None)
@@ -134,7 +137,7 @@ class CheckpointCallback:
           StepOrderError: The step goes backwards, or exists in the directory already.
           SaveError: The state cannot be saved, or the save before failed (with `on_error: raise`); or another thread is
             calling. With several processes, a save that is due has begun all the same.
-          RPSaveError: This is inside a function that is being traced, or inside `on_commit`.
+          RPSaveError: This is inside a function that is being traced, inside `on_commit`, or in a forked child.
         """
         begun = time.perf_counter()
         check_outside_of_tracing("the callback")
@@ -221,7 +224,7 @@ class CheckpointCallback:
           SaveError: A save before failed; or, of several processes, one does not do the same (`CommitTimeoutError`: in
             time).
           ConfigError: `resume: never`, and there are steps; or the processes do not share the directory.
-          RPSaveError: This is inside a function that is being traced, or inside `on_commit`.
+          RPSaveError: This is inside a function that is being traced, inside `on_commit`, or in a forked child.
         """
         if self._closed:
             raise SaveError("the callback is closed: make a new one to resume")
@@ -245,9 +248,10 @@ class CheckpointCallback:
 
         Raises:
           SaveError: It failed (with `on_error: raise`).
-          RPSaveError: This is inside `on_commit`.
+          RPSaveError: This is inside `on_commit`, or in a forked child.
         """
         if self.config.enabled:
+            self._check_process("wait")
             self._saver.writer.check_thread()
             self._saver.writer.wait()
             self._report_error(self._seen)
@@ -262,7 +266,7 @@ class CheckpointCallback:
         self._close("its callback was closed")
 
     def _close(self, why: str) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a forked child has nothing to end
             return
         if self.config.enabled:
             self._saver.writer.check_thread()
@@ -292,12 +296,20 @@ class CheckpointCallback:
     @contextlib.contextmanager
     def _in_one_thread(self, what: str) -> Iterator[None]:
         """Refuses a call while another thread is in one: saves would mix what both hand over."""
+        self._check_process(what)
         if not self._calling.acquire(blocking=False):
             raise SaveError(f"{what}: another thread is calling this callback; call it from one thread only")
         try:
             yield
         finally:
             self._calling.release()
+
+    def _check_process(self, what: str) -> None:
+        """Refuses a forked child: what it would save, the parent would find in the place of its own."""
+        if self.config.enabled and os.getpid() != self._process:
+            raise RPSaveError(
+                f"{what}: this callback was made in process {self._process}, of which this one is a fork: make another"
+            )
 
     def _pass(self, step: int, preempted: bool) -> None:
         """The next call goes on from this step."""

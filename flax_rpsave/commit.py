@@ -76,7 +76,7 @@ def check_unprefixed(root: Directory) -> None:
     if found := [place.name for place in places if documents.CHECKPOINT in place.files()]:
         raise NoCheckpointError(
             f"{root} has {', '.join(found)}, steps of a run with a step_prefix, which is not read here: rename them to "
-            "their numbers, or choose another directory. Nothing was started from zero beside them."
+            "their numbers, or choose another directory"
         )
 
 
@@ -318,11 +318,21 @@ def hide_step(root: Directory, name: str, nonce: str) -> Directory:
 
 
 def read_metrics(step: Directory) -> dict[str, Any]:
-    """A committed step's metrics; none where its document cannot be read."""
-    data = step.read(documents.CHECKPOINT)
-    if data is None:
-        return {}
+    """A committed step's metrics; none where their document cannot be read."""
     try:
-        return dict(documents.parse_checkpoint(data, f"{step}/{documents.CHECKPOINT}")["metrics"])
+        if (data := step.read(documents.CHECKPOINT)) is None:
+            return {}
+        return metrics_of(step, documents.parse_checkpoint(data, f"{step}/{documents.CHECKPOINT}"))
     except CorruptCheckpointError:
         return {}
+
+
+def metrics_of(step: Directory, parsed: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a step whose `_CHECKPOINT_METADATA` has been parsed; stock Orbax has them in an item of their own.
+
+    Raises:
+      CorruptCheckpointError: That cannot be read.
+    """
+    if parsed["metrics"] or not parsed["metrics_item"] or (data := step.read(documents.METRICS)) is None:
+        return dict(parsed["metrics"])
+    return documents.parse_metrics(data, f"{step}/{documents.METRICS}")

@@ -63,7 +63,7 @@ class Directory(ABC):
         """A file's bytes, or None where there is none.
 
         Raises:
-          CorruptCheckpointError: What has that name is no file.
+          CorruptCheckpointError: What has that name is no file, or larger than any document.
         """
 
     @abstractmethod
@@ -109,6 +109,9 @@ class Directory(ABC):
     @abstractmethod
     def kvstore(self) -> dict[str, Any]:
         """The TensorStore spec of its files."""
+
+
+_MOST_NBYTES = 2**30  # of a document: those of a million leaves have less
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -169,7 +172,10 @@ class FileDirectory(Directory):
         path = self.path / name
         try:
             with open(path, "rb", opener=_open_at_once) as file:
-                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                status = os.fstat(file.fileno())
+                if status.st_size > _MOST_NBYTES:
+                    raise CorruptCheckpointError(f"{path} has {status.st_size:,} bytes, more than any document")
+                if stat.S_ISREG(status.st_mode):
                     return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -233,6 +239,8 @@ class FileDirectory(Directory):
             raise
 
     def delete(self) -> None:  # noqa: D102
+        if self.path.is_symlink():  # what it leads to is not ours to remove
+            self.path.unlink()
         while self.exists():  # a file that vanishes meanwhile ends rmtree: go on with the rest
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(self.path)

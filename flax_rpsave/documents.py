@@ -45,6 +45,7 @@ SHARDINGS = "_sharding"
 STRINGS = "_strings.json"
 CHECKPOINT = "_CHECKPOINT_METADATA"
 COMMIT = "commit_success.txt"
+METRICS = "metrics/metrics"  # of stock Orbax
 ARRAY_METADATAS = "array_metadatas"
 DOCUMENT_NAMES = frozenset({TREE, SHARDINGS, STRINGS, CHECKPOINT, COMMIT, ARRAY_METADATAS})
 """Names that no array may have where arrays lie beside the documents."""
@@ -298,15 +299,23 @@ def parse_checkpoint(data: bytes, where: str) -> dict[str, Any]:
     with _parsing(where):
         document = json.loads(data)
         own = dict((document.get("custom_metadata") or {}).get("flax_rpsave") or {})
-        for name, kind in (("processes", int), ("versions", dict), ("indices", list)):
+        for name, kind in (("format", int), ("step", int), ("processes", int), ("versions", dict), ("indices", list)):
             if not isinstance(own.get(name, kind()), kind):
                 raise TypeError(f"{name}: {own[name]!r}")
         committed = document.get("commit_timestamp_nsecs")
+        handlers = document.get("item_handlers")
         return {
             "metrics": dict(document.get("metrics") or {}),
+            "metrics_item": isinstance(handlers, dict) and METRICS.partition("/")[0] in handlers,
             "committed_ns": committed if isinstance(committed, int) and 0 <= committed < 2**63 else None,
             "own": own,
         }
+
+
+def parse_metrics(data: bytes, where: str) -> dict[str, Any]:
+    """Parses the metrics of stock Orbax's `CheckpointManager`, which are an item of their own."""
+    with _parsing(where):
+        return dict(json.loads(data))
 
 
 def build_commit(documents: Mapping[str, bytes]) -> bytes:
@@ -393,6 +402,8 @@ def _parsing(where: str) -> Iterator[None]:
     """Turns what goes wrong in parsing a document into a `CorruptCheckpointError` that names it."""
     try:
         yield
+    except CorruptCheckpointError:
+        raise
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptCheckpointError(f"{where} is not a document of a checkpoint: {error!r}") from error
 

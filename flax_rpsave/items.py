@@ -56,9 +56,9 @@ def read_documents(directory: Directory, item: str | None) -> Documents:
       NoCheckpointError: There is no such item, or several and none is named.
       CorruptCheckpointError: There is no item at all, or something in it that is no file.
     """
-    place = _find_item(directory, item)
-    prefix = f"{place.name}/" if place != directory else ""
     with reading(str(directory)):
+        place = _find_item(directory, item)
+        prefix = f"{place.name}/" if place != directory else ""
         for name in place.irregular():  # TensorStore would wait for who writes to a pipe
             raise CorruptCheckpointError(f"{place}/{name} is no regular file")
         marker = directory.read(documents.COMMIT)
@@ -101,7 +101,7 @@ def _find_item(directory: Directory, item: str | None) -> Directory:
     if "default" in directory.children():
         return directory / "default"
     if len(items) > 1:
-        raise NoCheckpointError(f"{directory} has several items, {items}: say which one with `item`")
+        raise NoCheckpointError(f"{directory} has several items, {items}: say which one (item)")
     if not items:
         raise CorruptCheckpointError(f"{directory} has no {documents.TREE}: it is no checkpoint, or a damaged one")
     return directory / items[0]

@@ -326,6 +326,8 @@ def _leaf(path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> Leaf
         return make("np.ndarray", value.astype(value.dtype.newbyteorder("="), copy=False))
     if isinstance(value, (bool, int, float, complex, np.generic)) and not isinstance(value, (str, bytes)):
         array = np.asarray(value)
+        if array.dtype.hasobject:
+            raise UnsupportedLeafError(f"leaf {where} is an integer of more than 64 bits; store it as text")
         _check_dtype(where, array.dtype)
         return make("scalar", array)
     if isinstance(value, str):

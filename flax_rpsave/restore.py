@@ -10,6 +10,7 @@ donation makes the runtime copy it for each device.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import hashlib
 import logging
@@ -53,9 +54,11 @@ def select(leaves: Sequence[Leaf], skip: Sequence[str], stored: Sequence[str] = 
     patterns = {pattern: _compiled_pattern(pattern) for pattern in skip}
     for pattern, compiled in patterns.items():
         if not any(compiled.fullmatch(path) for path in (*(leaf.label for leaf in leaves), *stored)):
+            names = [leaf.label for leaf in leaves]
+            alike = difflib.get_close_matches(pattern, names, n=3) or names[:3]
             raise TreeMismatchError(
                 f"skip pattern {pattern!r} matches no leaf of the target or the checkpoint; leaves are named like "
-                f"{', '.join(repr(leaf.label) for leaf in leaves[:3])}"
+                f"{', '.join(map(repr, alike))}"
             )
     return [i for i, leaf in enumerate(leaves) if not any(c.fullmatch(leaf.label) for c in patterns.values())]
 
@@ -210,7 +213,8 @@ def _difference(stored: Stored, leaf: Leaf, entry: TreeEntry, array: ts.TensorSt
     if tuple(array.shape) == tuple(leaf.value.shape) and same_dtype and impl == leaf.key_impl:
         return None
     kind = f"key<{impl}> as " if impl else ""
-    return f"the checkpoint has {kind}{have.name}{list(array.shape)}, the target expects {_describe(leaf)}"
+    cast_from = "" if have == array.dtype.numpy_dtype else f" ({array.dtype.name} cast as `dtype` says)"
+    return f"the checkpoint has {kind}{have.name}{list(array.shape)}{cast_from}, the target expects {_describe(leaf)}"
 
 
 def _family(dtype: Any) -> str:
@@ -245,6 +249,8 @@ def place(values: np.ndarray, leaf: Leaf, sharding: jax.sharding.Sharding | None
         meets an array, which JAX would round likewise.
     """
     target = leaf.original
+    if leaf.kind == "scalar" and not isinstance(target, np.generic):
+        return type(target)(values.item())  # Python's numbers have no width
     dtype = np.dtype(leaf.value.dtype)
     if values.dtype != dtype:  # scalars of one kind and another width
         narrowed = _narrowed(values, dtype)
@@ -255,7 +261,7 @@ def place(values: np.ndarray, leaf: Leaf, sharding: jax.sharding.Sharding | None
             )
         values = narrowed
     if leaf.kind == "scalar":
-        return values[()] if isinstance(target, np.generic) else type(target)(values.item())
+        return values[()]
     if leaf.kind == "np.ndarray":
         return np.asarray(values, dtype=target.dtype, order="C")  # its byte order, too
     if sharding is None and (not isinstance(target, jax.Array) or target.committed):
@@ -329,7 +335,7 @@ def _narrowed(values: np.ndarray, dtype: Any) -> np.ndarray | None:
     with np.errstate(over="ignore"):
         narrowed = values.astype(dtype)
     if jnp.issubdtype(dtype, jnp.integer):
-        fits = narrowed.astype(values.dtype) == values
+        fits = (narrowed.astype(values.dtype) == values) & ((narrowed < 0) == (values < 0))
     else:
         fits = np.isfinite(narrowed.astype(np.complex128)) | ~np.isfinite(values.astype(np.complex128))
     return narrowed if np.all(fits) else None

@@ -19,7 +19,7 @@ from flax_rpsave import documents, host_memory
 from flax_rpsave.direct_reads import DirectReads, PlacedChunk, can_read_directly
 from flax_rpsave.directory import Directory
 from flax_rpsave.documents import Tree, TreeEntry
-from flax_rpsave.errors import CorruptCheckpointError, StorageError
+from flax_rpsave.errors import CorruptCheckpointError, RPSaveError, StorageError
 from flax_rpsave.items import Documents, read_documents
 from flax_rpsave.nodes import Place, file_of, walk
 from flax_rpsave.reading import reading
@@ -401,6 +401,12 @@ def open_documents(there: Documents, context: ts.Context) -> Stored:
     own: dict[str, Any] = {}
     if (checkpoint := there.found.get(documents.CHECKPOINT)) is not None:
         own = documents.parse_checkpoint(checkpoint, f"{directory}/{documents.CHECKPOINT}")["own"]
+        if (version := own.get("format", documents.FORMAT_VERSION)) > documents.FORMAT_VERSION:
+            raise RPSaveError(
+                f"{directory} was written in format {version}, by a later version of flax_rpsave "
+                f"({own.get('versions', {}).get('flax_rpsave')}): use that; this one reads format "
+                f"{documents.FORMAT_VERSION}"
+            )
     impls: dict[str, str] = {}
     for name, data in there.found.items():
         if f"{documents.ARRAY_METADATAS}/" in name and data is not None:

@@ -122,13 +122,13 @@ def list_steps(directory: Directory) -> list[StepRow]:
 
 
 def _step_row(directory: Directory, step: int | None, state: str) -> StepRow:
-    found: dict[str, Any] = {"metrics": {}, "own": {}, "committed_ns": None}
+    found: dict[str, Any] = {"own": {}, "committed_ns": None}
+    metrics: dict[str, Any] = {}
     if (data := directory.read(documents.CHECKPOINT)) is not None:
         with contextlib.suppress(CorruptCheckpointError):  # `verify` says so; here its row has no more than its name
             found = documents.parse_checkpoint(data, str(directory))
-    return StepRow(
-        step, directory.name, state, found["committed_ns"], directory.nbytes(), found["metrics"], bool(found["own"])
-    )
+            metrics = commit.metrics_of(directory, found)
+    return StepRow(step, directory.name, state, found["committed_ns"], directory.nbytes(), metrics, bool(found["own"]))
 
 
 @dataclass(frozen=True)

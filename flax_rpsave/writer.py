@@ -365,7 +365,10 @@ class Writer:
         except RuntimeError as error:  # the interpreter exits, or the system has no thread left
             if helper is not None:
                 helper.end()
-            raise SaveError(f"step {request.step} cannot be saved: {error}") from error
+            failure = SaveError(f"step {request.step} cannot be saved: {error}")
+            if not threading.main_thread().is_alive():  # whoever exits may raise it in vain
+                self._error = failure
+            raise failure from error
         self._thread = thread
         return run
 
@@ -476,6 +479,8 @@ def forget(writer: Writer) -> None:
 
 @atexit.register  # as early as this module is imported, so that it runs after what the program registers later
 def _check_errors() -> None:
+    for writer in _writers:
+        writer.wait()  # for a save that such a registered function has begun
     errors = [error for writer in _writers if (error := writer.take_error(logged_too=True)) is not None]
     if errors:
         for error in errors:

@@ -192,7 +192,7 @@ class Thing:
         (np.zeros(2, ml_dtypes.uint4), "dtype uint4"),
         (np.zeros(2, ml_dtypes.float8_e4m3), "dtype float8_e4m3"),
         (jnp.zeros(2, jnp.uint4), "dtype uint4"),
-        (2**70, "dtype object"),
+        (2**70, "integer of more than 64 bits"),
         (np.longdouble(1), "dtype float128"),
         (np.ones(2, np.clongdouble), "dtype complex256"),
     ],
@@ -447,6 +447,26 @@ def test_what_stands_in_the_place_of_array_data_is_damage(tmp_path, make, use_oc
     assert str(data.relative_to(tmp_path / "run" / "20")) in capsys.readouterr().out
     with rps.CheckpointCallback(settings) as checkpoint:
         assert checkpoint.resume(state_at(0))[1] == 10
+
+
+def test_a_document_of_more_bytes_than_memory_is_damage(run):
+    os.truncate(run / "20" / "default" / "_sharding", 50 * 10**9)  # a hole
+    with pytest.raises(rps.CorruptCheckpointError, match=r"_sharding has 50,000,000,000 bytes, more than any document"):
+        rps.load(run, step=20)
+    assert cli.main(["verify", str(run)]) == 1
+    with rps.CheckpointCallback(config(run)) as checkpoint:
+        assert checkpoint.resume(state_at(0))[1] == 10
+
+
+def test_a_directory_that_may_not_be_listed_is_the_storages_fault():
+    with faults.without_rights() as folder:
+        rps.save(folder / "run" / "10", state_at(10))
+        for closed in (folder / "run" / "10", folder / "run"):
+            closed.chmod(0)
+            os.seteuid(65534)
+            with pytest.raises(rps.StorageError, match="Permission denied"):
+                rps.load(folder / "run")
+            os.seteuid(0)
 
 
 def test_a_step_in_the_place_of_another_is_read_by_nobody_as_that(run):

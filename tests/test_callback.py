@@ -6,6 +6,7 @@ import os
 import pathlib
 import shutil
 import signal
+import sys
 import threading
 import time
 
@@ -1341,6 +1342,25 @@ def test_a_program_that_ends_without_close_fails_where_its_save_does_reports_24_
     assert names(root) == []
 
 
+def test_a_save_that_begins_while_the_program_ends_is_committed_or_fails_it_reports_24_and_39(root):
+    """Python 3.12 starts no thread then, and what a registered function raises does not change the exit code."""
+    program = """
+import atexit, sys
+import numpy as np
+import flax_rpsave as rps
+
+checkpoint = rps.CheckpointCallback({"directory": sys.argv[1]})
+atexit.register(lambda: checkpoint(7, {"x": np.ones(5_000_000, np.float32)}, force=True))
+"""
+    done = faults.run_python(program, root)
+    committed = sys.version_info < (3, 12)
+    assert done.returncode == (0 if committed else 1)
+    assert ("flax_rpsave: the last save failed: step 7 cannot be saved" in done.stderr) == (not committed)
+    assert names(root) == (["7"] if committed else [])
+    if committed:
+        assert (rps.load(root)["x"] == 1).all()
+
+
 # Directories
 
 
@@ -1370,6 +1390,17 @@ def test_a_symbolic_link_may_be_the_directory_report_55(tmp_path):
     train(tmp_path / "link", 10)
     assert names(tmp_path / "real") == ["10"]
     assert rps.load(tmp_path / "link")["updates"] == 10
+
+
+def test_a_step_that_is_a_link_goes_and_leaves_what_it_leads_to(tmp_path):
+    train(tmp_path / "run", 10)
+    shutil.move(tmp_path / "run" / "10", tmp_path / "elsewhere")
+    (tmp_path / "run" / "10").symlink_to(tmp_path / "elsewhere")
+    with rps.CheckpointCallback(config(tmp_path / "run", max_to_keep=1)) as checkpoint:
+        assert checkpoint.resume(state_at(0))[1] == 10
+        checkpoint(20, state_at(20))
+    assert names(tmp_path / "run") == ["20"]
+    assert rps.load(tmp_path / "elsewhere")["updates"] == 10
 
 
 def test_the_bytes_of_a_data_state_are_stored_as_they_are(root):

@@ -5,6 +5,7 @@ what comes back is then still the state that was saved. Reports 29 and 34.
 """
 
 import json
+import re
 import shutil
 
 import jax
@@ -190,16 +191,32 @@ def test_the_item_of_another_step_of_equal_shapes_is_found(tmp_path, use_ocdbt, 
         rps.load(tmp_path, step=20)
 
 
-def test_a_step_whose_document_does_not_name_its_indices_is_read_as_before(tmp_path, capsys):
-    """Those of versions that did not write them."""
-    settings = two_steps(tmp_path, True)
-    step = tmp_path / "20"
+def rewrite_own(step, change):
+    """Changes what this package keeps in a step's document, and the digests with it."""
     document = json.loads((step / "_CHECKPOINT_METADATA").read_bytes())
-    del document["custom_metadata"]["flax_rpsave"]["indices"]
+    change(document["custom_metadata"]["flax_rpsave"])
     (step / "_CHECKPOINT_METADATA").write_text(json.dumps(document))
     sealed = json.loads(documents.unseal((step / "commit_success.txt").read_bytes(), "it"))
     files = {name: (step / name).read_bytes() for name in sealed}
     (step / "commit_success.txt").write_bytes(documents.build_commit(files))
+
+
+def test_a_step_of_a_later_format_is_no_reason_to_take_an_older_one(tmp_path, capsys):
+    settings = two_steps(tmp_path, True)
+    rewrite_own(tmp_path / "20", lambda own: own.update(format=2, versions={"flax_rpsave": "9.1"}))
+    said = f"{tmp_path}/20 was written in format 2, by a later version of flax_rpsave (9.1): use that; this one reads"
+    with rps.CheckpointCallback(settings) as checkpoint:
+        for read in (lambda: checkpoint.resume({"w": np.zeros(300, np.int32)}), lambda: rps.load(tmp_path)):
+            with pytest.raises(rps.RPSaveError, match=re.escape(said)):
+                read()
+    assert cli.main(["verify", str(tmp_path)]) == 3
+    assert said in capsys.readouterr().err
+
+
+def test_a_step_whose_document_does_not_name_its_indices_is_read_as_before(tmp_path, capsys):
+    """Those of versions that did not write them."""
+    settings = two_steps(tmp_path, True)
+    rewrite_own(tmp_path / "20", lambda own: own.pop("indices"))
     assert cli.main(["verify", str(tmp_path)]) == 0
     assert "step 20: sound" in capsys.readouterr().out
     with rps.CheckpointCallback(settings) as checkpoint:

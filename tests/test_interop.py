@@ -15,7 +15,7 @@ import orbax.checkpoint.experimental.v1 as v1
 import pytest
 
 import flax_rpsave as rps
-from flax_rpsave import CheckpointCallback, commit
+from flax_rpsave import CheckpointCallback, cli, commit
 from flax_rpsave.directory import FileDirectory
 from tests.trees import abstract, assert_same_tree, bits, blank, mesh_of, on, values
 
@@ -353,6 +353,7 @@ def test_item_picks_one_of_several(tmp_path):
                 model=ocp.args.StandardSave({"x": jnp.ones(2)}), ema=ocp.args.StandardSave({"x": jnp.zeros(2)})
             ),
         )
+    assert rps.load(root, item="ema")["x"].tolist() == rps.load(root / "10", item="ema")["x"].tolist() == [0.0, 0.0]
     for item, value in (("model", 1.0), ("ema", 0.0)):
         with in_run(root, item=item) as callback:
             found, step = callback.resume({"x": jnp.full(2, 9.0)})
@@ -457,6 +458,21 @@ def test_retention_counts_steps_of_both(tmp_path):
         manager.save(40, args=ocp.args.StandardSave({"x": jnp.ones(4)}))
         manager.wait_until_finished()
         assert sorted(manager.all_steps()) == [30, 40]
+
+
+def test_the_best_of_stocks_steps_is_kept(tmp_path, capsys):
+    """Stock Orbax has metrics in an item of their own."""
+    root = tmp_path / "run"
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"], best_mode="min")
+    with ocp.CheckpointManager(root, options=options) as manager:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+            manager.save(step, args=ocp.args.StandardSave({"x": jnp.ones(4)}), metrics={"loss": loss})
+    cli.main(["ls", str(root)])
+    assert [line.split()[-2] for line in capsys.readouterr().out.splitlines()[1:]] == ["loss=3", "loss=1", "loss=2"]
+    with in_run(root, max_to_keep=1, keep_best={"metric": "loss", "mode": "min"}) as callback:
+        callback.resume({"x": jnp.zeros(4)})
+        callback(10, {"x": jnp.ones(4)}, metrics={"loss": 1.5})
+    assert sorted(path.name for path in root.iterdir()) == ["10", "2"]
 
 
 def test_a_state_that_stock_wrote_without_key_implementations_fits_legacy_keys_only(tmp_path):

@@ -783,7 +783,7 @@ def test_uncommitted_arrays_come_back_uncommitted_and_committed_ones_where_they_
         (np.array([None]), "dtype object"),
         (np.zeros(2, [("a", "i4")]), "dtype void32"),
         (np.longdouble(1), "dtype float128"),
-        (2**70, "dtype object"),
+        (2**70, "integer of more than 64 bits"),
         (jnp.ones(2, jnp.uint4), "dtype uint4"),
         (jnp.ones(2, jnp.uint2), "dtype uint2"),
         (np.ones(2, ml_dtypes.float8_e4m3), "dtype float8_e4m3"),
@@ -915,6 +915,10 @@ def test_a_stored_number_that_does_not_fit_the_targets_width_is_an_error(tmp_pat
         (0.1, np.zeros((), np.float32)),
         (np.complex128(0.1), np.complex64(0)),
         (np.float32(0.1), jnp.bfloat16(0)),
+        (np.uint8(200), np.int8(0)),
+        (np.uint32(2**31), jnp.int32(0)),
+        (np.int32(-1), np.uint32(0)),
+        (-1, np.uint64(0)),
     ],
     ids=str,
 )
@@ -931,6 +935,7 @@ def test_a_number_that_another_width_would_change_is_not_cast(tmp_path, saved, t
         (np.float64(0.5), np.float32(0), np.float32(0.5)),
         (np.float32(0.1), 0.0, float(np.float32(0.1))),
         (float("nan"), np.float32(0), np.float32("nan")),
+        (2**63 + 7, 0, 2**63 + 7),  # stored as uint64: Python's numbers have no width
     ],
     ids=str,
 )

@@ -49,6 +49,36 @@ print(code, checkpoint.all_steps())
     assert not re.search(r"os\.fork|multiprocessing|subprocess", sources)  # nor does it fork itself
 
 
+def test_a_child_does_not_save_with_the_parents_callback(tmp_path):  # field report 46
+    done = faults.run_python(
+        PRELUDE
+        + """
+with rps.CheckpointCallback(config(root)) as checkpoint:
+    checkpoint(1, state_at(1))
+    checkpoint.wait()
+    if (child := os.fork()) == 0:
+        for use in (lambda: checkpoint(2, state_at(2)), checkpoint.wait, lambda: checkpoint.resume(state_at(0))):
+            try:
+                use()
+            except rps.RPSaveError as error:
+                print(error, flush=True)
+        checkpoint.close()
+        os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), checkpoint.all_steps(), flush=True)
+    checkpoint(2, state_at(2))
+print(os.getpid(), checkpoint.all_steps())
+""",
+        tmp_path / "run",
+    )
+    *said, between, after = done.stdout.splitlines()
+    assert (done.returncode, between) == (0, "7 [1]"), done.stderr
+    parent = after.partition(" ")[0]
+    why = f"this callback was made in process {parent}, of which this one is a fork: make another"
+    assert said == [f"step 2: {why}", f"wait: {why}", f"resume: {why}"]
+    assert after == f"{parent} [1, 2]"
+    assert_is_of(rps.load(tmp_path / "run", state_at(0)), 2)
+
+
 def test_a_forked_worker_ends_when_it_is_told_to_and_the_parent_is_not_preempted_by_that(tmp_path):
     done = faults.run_python(
         PRELUDE
