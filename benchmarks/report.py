@@ -15,7 +15,7 @@ from benchmarks import compression, loop_costs, memory_growth, planning, plots, 
 from benchmarks.launch import ROOT
 from benchmarks.measures import BLOCKING, COMMIT, CPU, PEAK, RESTORE, RESTORING, SAVING
 from benchmarks.peers import PEERS
-from benchmarks.tables import NOTHING, Measure, Results, spread, trials, without_blanks
+from benchmarks.tables import NOTHING, Measure, Results, load, spread, trials, without_blanks
 from benchmarks.targets import TARGETS, verdicts
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -76,22 +76,13 @@ def failures(results: Results) -> list[str]:
     return found
 
 
-def load(results: Results, case: str) -> str:
-    """How busy the machine was when the turns of a case began."""
-    loads = [trial["load_before"] for trial in results["trials"] if trial["case"] == case and "load_before" in trial]
-    if not loads:
-        return ""
-    return f"Load average before a turn, which the turns before it are in: {min(loads):.1f} to {max(loads):.1f}."
-
-
 def case_section(results: Results, name: str) -> list[str]:
     case = results["cases"][name]
     size = f"{case['state_bytes'] / 1e9:.3f} GB" + ("" if case["scale"] == 1 else f", scale {case['scale']:g}")
     lines = [f"### `{name}`: {case['about']} ({size})", ""]
     if case["skipped"]:
         return [*lines, f"Not measured: {case['skipped']}.", ""]
-    if busy := load(results, name):
-        lines += [busy, ""]
+    lines += load(results, [name])
     lines += [*loop_costs.section(results, name), *program_costs.section(results, name)]
     if judged := verdicts(target.row(results, name) for target in TARGETS.get(name, ())):
         lines += [*judged, ""]
@@ -173,13 +164,12 @@ def summary(results: Results) -> list[str]:
             lines += [_picture("Blocking and time to commit of each peer", f"{README_CASE}.png"), ""]
         lines += [*peer_table(results, README_CASE, measures), ""]
     if measured := scaling.points(results):
-        most = max(point.hosts for point in measured)
-        lines += [
-            f"{scaling.subject(results)}, measured with up to {most}; the line is a model of that, continued:",
-            "",
-            _picture("Time to commit and blocked time against the number of hosts", scaling.IMAGE),
-            "",
-        ]
+        most, model = max(point.hosts for point in measured), scaling.fit(measured)
+        shown = (
+            "time to commit, with its model continued, and blocked time" if model else "time to commit and blocked time"
+        )
+        lines += [f"{scaling.subject(results)}, measured with up to {most} hosts ({shown}):", ""]
+        lines += [_picture("Time to commit and blocked time against the number of hosts", scaling.IMAGE), ""]
     return lines
 
 

@@ -4,8 +4,9 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
-from benchmarks.tables import NOTHING, Results, spread, trials, without_blanks
+from benchmarks.tables import NOTHING, Results, load, spread, trials, without_blanks
 
 IMAGE = "scaling.png"
 SPEED_UP_TARGET = 0.9
@@ -66,8 +67,8 @@ class Model:
 def points(results: Results, *, sharded: bool = False) -> list[Point]:
     """By number of hosts; `sharded`: those of states that are sharded over the devices of each host."""
     found = []
-    for name, case in results.get("cases", {}).items():
-        if "card_bytes_per_sec" not in case or (case["devices"] > 1) != sharded:
+    for name, case in _cases(results).items():
+        if (case["devices"] > 1) != sharded:
             continue
         single, parallel = (
             [save for trial in trials(results, "throttled_save", name, peer) for save in trial["throttled_saves"][1:]]
@@ -172,9 +173,14 @@ def model_line(model: Model, card_bytes_per_sec: float) -> str:
     )
 
 
+def _cases(results: Results) -> dict[str, dict[str, Any]]:
+    """The cases whose hosts had cards."""
+    return {name: case for name, case in results.get("cases", {}).items() if "card_bytes_per_sec" in case}
+
+
 def subject(results: Results) -> str:
     """What the cases have in common, in words."""
-    case = next(case for case in results["cases"].values() if "card_bytes_per_sec" in case)
+    case, *_ = _cases(results).values()
     size, rate = f"{case['state_bytes'] / 1e6:.0f} MB", f"{case['card_bytes_per_sec'] / 1e6:g} MB/s"
     return f"{size} saved by R hosts with a network card of {rate} each"
 
@@ -184,10 +190,11 @@ def section(results: Results) -> list[str]:
     replicated, sharded = points(results), points(results, sharded=True)
     if not replicated:
         return []
-    card = next(case["card_bytes_per_sec"] for case in results["cases"].values() if "card_bytes_per_sec" in case)
+    card, *_ = (case["card_bytes_per_sec"] for case in _cases(results).values())
     lines = [
         f"### `hosts_R`: {subject(results)}",
         "",
+        *load(results, _cases(results)),
         f"![Time to commit and blocked time against the number of hosts](img/{IMAGE})",
         "",
     ]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 Results = dict[str, Any]
@@ -53,6 +53,14 @@ def trials(results: Results, kind: str, case: str, peer: str) -> list[dict[str, 
     """The trials that did what they were to do."""
     wanted = {"kind": kind, "case": case, "peer": peer, "error": None}
     return [trial for trial in results["trials"] if wanted.items() <= trial.items()]
+
+
+def load(results: Results, cases: Collection[str]) -> list[str]:
+    """How busy the machine was when the turns of `cases` began, as a paragraph; empty where nobody looked."""
+    loads = [trial["load_before"] for trial in results["trials"] if trial["case"] in cases and "load_before" in trial]
+    if not loads:
+        return []
+    return [f"Load average before a turn, which the turns before it are in: {min(loads):.1f} to {max(loads):.1f}.", ""]
 
 
 def spread(values: Sequence[float], digits: int) -> str:

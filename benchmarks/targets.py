@@ -52,7 +52,7 @@ class Target:
             return self.measure.values(results, case, name)
         about = results["cases"][case]
         if name in AMOUNTS:
-            return [AMOUNTS[name](about) / (1 if name == "gigabytes" else self.measure.unit)]
+            return [AMOUNTS[name](about) / self.measure.unit]
         limit, parts = ("memcpy", about.get("processes", 1)) if name == "memcpy_slices" else (name, 1)
         measured = [trial["limits"].get(limit) for trial in trials(results, "machine", case, "")]
         return [run["secs"] / parts for run in measured if run]
