@@ -2,12 +2,14 @@
 
     python -m benchmarks.compression                     trains the example for 120 steps, then tries every codec
     python -m benchmarks.compression --checkpoint DIR    takes a run's newest step: a state with Adam moments
+    python -m benchmarks.report … FILE                   the table of docs/performance.md, from what --out wrote
 
 Each codec encodes and decodes the same arrays through TensorStore's zarr3 driver into memory, so that no disk is in the
 figures; sides take turns, medians with min and max. CPU-seconds are those of all threads.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -23,9 +25,16 @@ import numpy as np
 import tensorstore as ts
 
 import flax_rpsave as rps
-from benchmarks.tables import spread, table
+from benchmarks import run
+from benchmarks.tables import Results, table
 
 ROOT = Path(__file__).parent.parent
+_COSTS = {
+    "encode_secs_per_gb": "encode, s a GB",
+    "encode_cpu_per_gb": "CPU-s a GB",
+    "decode_secs_per_gb": "decode, s a GB",
+    "decode_cpu_per_gb": "CPU-s a GB",
+}
 _CHUNK = 1 << 18  # elements: less than the part of the smallest model, so that no codec sees a repetition
 
 
@@ -71,10 +80,10 @@ def groups(checkpoint: Path) -> dict[str, np.ndarray]:
 
 def train(directory: Path, steps: int) -> Path:
     """Trains the example and returns its run's directory."""
-    run = directory / "run"
-    command = [sys.executable, str(ROOT / "examples/gpt_small/train.py"), "--devices", "2", "--directory", str(run)]
+    found = directory / "run"
+    command = [sys.executable, str(ROOT / "examples/gpt_small/train.py"), "--devices", "2", "--directory", str(found)]
     subprocess.run([*command, "--steps", str(steps)], check=True, stdout=subprocess.DEVNULL)
-    return run
+    return found
 
 
 def turn(values: np.ndarray, codec: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -122,27 +131,18 @@ def measure(parts: dict[str, np.ndarray], rounds: int, nbytes: int) -> dict[str,
     return {"/".join(case): turns[1:] for case, turns in cases.items()}
 
 
-def report(found: dict[str, Any]) -> str:
-    """One table a dtype, as markdown."""
-    lines = []
-    kinds = list(dict.fromkeys(case.split("/")[0] for case in found))
-    for dtype in dict.fromkeys(case.split("/")[1] for case in found):
-        rows = []
-        for name in dict.fromkeys(case.split("/")[2] for case in found):
-            turns = [found[f"{kind}/{dtype}/{name}"] for kind in kinds]
-            ratios = [f"{statistics.median(t['ratio'] for t in of_kind):.3f}" for of_kind in turns]
-            every = [t for of_kind in turns for t in of_kind]
-            measures = ("encode_secs_per_gb", "encode_cpu_per_gb", "decode_secs_per_gb", "decode_cpu_per_gb")
-            rows.append([name, *ratios, *(spread([t[m] for t in every], 2) for m in measures)])
-        headings = [
-            *(f"{kind}, stored ÷ raw" for kind in kinds),
-            "encode, s/GB",
-            "CPU-s/GB",
-            "decode, s/GB",
-            "CPU-s/GB",
-        ]
-        lines += [f"**{dtype}**", "", *table(["", *headings], rows), ""]
-    return "\n".join(lines)
+def section(results: Results) -> list[str]:
+    """The page's part: medians of all turns, of all parts together where there is one column for them."""
+    measured = results["compression"]
+    kinds, dtypes, names = (list(dict.fromkeys(case.split("/")[i] for case in measured)) for i in range(3))
+    rows = []
+    for dtype, name in itertools.product(dtypes, names):
+        turns = [measured[f"{kind}/{dtype}/{name}"] for kind in kinds]
+        ratios = [f"{statistics.median(t['ratio'] for t in of_kind):.3f}" for of_kind in turns]
+        costs = [statistics.median(t[cost] for of_kind in turns for t in of_kind) for cost in _COSTS]
+        rows.append([f"{dtype}, {name}", *ratios, *(f"{cost:.2f}" for cost in costs)])
+    headings = ["stored ÷ raw: " + kinds[0], *kinds[1:], *_COSTS.values()]
+    return ["### Compression of trained weights and moments", "", *table(["medians", *headings], rows), ""]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -152,17 +152,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--megabytes", type=int, default=64, help="each part is repeated to about this size")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--results", type=Path, help="print what such a file has, and measure nothing")
     options = parser.parse_args(arguments)
-    if options.results is not None:
-        print(report(json.loads(options.results.read_text())))
-        return
     with tempfile.TemporaryDirectory() as directory:
         parts = groups(options.checkpoint or train(Path(directory), options.steps))
-    found = measure(parts, options.rounds, options.megabytes << 20)
+    measured = measure(parts, options.rounds, options.megabytes << 20)
+    results = {"environment": run.environment("python -m benchmarks.compression", arguments), "compression": measured}
     if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1))
-    print(report(found))
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+    print("\n".join(section(results)))
 
 
 if __name__ == "__main__":

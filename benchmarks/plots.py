@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.peers import PEERS
-from benchmarks.scaling import Point, fixed_secs
+from benchmarks.scaling import CONTINUED_HOSTS, Point, fit
 from benchmarks.tables import Measure, Results, trials
 
 _OURS, _THEIRS, _QUIET = "#1f77b4", "#9aa5b1", "#555555"
@@ -36,35 +37,56 @@ def peers(results: Results, case: str, measures: Sequence[Measure], path: Path) 
 
 
 def scaling(replicated: Sequence[Point], sharded: Sequence[Point], path: Path) -> None:
-    """Time to commit against hosts, measured and modelled, both axes logarithmic."""
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    hosts = [point.hosts for point in replicated]
+    """Time to commit, measured and modelled, and blocked time, against hosts."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    commit, blocking = figure.subplots(1, 2, width_ratios=[3, 2])
     single = [point for point in replicated if point.single]
-    fixed = fixed_secs(replicated)
-    axes.plot(
-        [point.hosts for point in single],
-        [statistics.median(point.single) for point in single],
-        "s",
-        color=_THEIRS,
-        label="one replica writes",
-    )
-    axes.plot(hosts, [point.secs for point in replicated], "o", color=_OURS, label="each replica writes its share")
-    if sharded:
-        secs = [point.secs for point in sharded]
-        axes.plot([p.hosts for p in sharded], secs, "x", color="black", label="the same, sharded over 2 devices a host")
-    model = [point.least_secs + fixed for point in replicated]
-    axes.plot(hosts, model, "-", color=_OURS, lw=1, label=f"model: {fixed:.2f} s + bytes / (R · bandwidth)")
-    axes.plot(hosts, [p.least_secs for p in replicated], ":", color=_QUIET, lw=1, label="bytes / (R · bandwidth)")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xticks(hosts, [str(number) for number in hosts])
-    axes.set_xlabel("hosts (R)")
-    axes.set_ylabel("save to commit, s")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    singles = [statistics.median(point.single) for point in single]
+    commit.plot([point.hosts for point in single], singles, "s", color=_THEIRS, label="one replica writes")
+    for points, marker, color, label in (
+        (replicated, "o", _OURS, "each replica writes its share"),
+        (sharded, "x", "black", "the same, sharded over 2 devices a host"),
+    ):
+        if points:
+            hosts = [point.hosts for point in points]
+            commit.plot(hosts, [point.secs for point in points], marker, color=color, label=label)
+            _blocked(blocking, points, marker, color, label)
+    measured = [point.hosts for point in replicated]
+    shown = measured
+    if model := fit(replicated):
+        powers = [2**i for i in range(CONTINUED_HOSTS.bit_length())]
+        beyond = [max(measured), *(hosts for hosts in powers if hosts > max(measured))]
+        label = f"model: {model.fixed_secs:.2f} s + bytes / (R · {model.bandwidth / 1e6:.2f} MB/s)"
+        for hosts, line, name in ((measured, "-", label), (beyond, "--", "continued, not measured")):
+            commit.plot(hosts, [model.secs(number) for number in hosts], line, color=_OURS, lw=1, label=name)
+        commit.axhline(
+            model.fixed_secs, color=_QUIET, lw=0.8, ls=":", label=f"its fixed cost, {model.fixed_secs:.2f} s"
+        )
+        shown = powers
+    commit.set_xscale("log", base=2)
+    commit.set_yscale("log", base=2)
+    commit.yaxis.set_major_formatter("{x:g}")
+    commit.set_xticks(shown, [f"{hosts:,}" for hosts in shown], fontsize=8)
+    commit.set_ylabel("save to commit, s")
+    blocking.set_xticks(measured, [str(hosts) for hosts in measured])
+    blocking.set_ylim(bottom=0)
+    blocking.set_ylabel("loop blocked, s (median, min–max)")
+    for axes in (commit, blocking):
+        axes.set_xlabel("hosts (R)")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
     _write(figure, path)
+
+
+def _blocked(axes: Axes, points: Sequence[Point], marker: str, color: str, label: str) -> None:
+    """Median, with a line from the least to the most, of how long the loop was blocked."""
+    middles = [statistics.median(point.blocking) for point in points]
+    reach = [
+        [middle - min(point.blocking) for middle, point in zip(middles, points, strict=True)],
+        [max(point.blocking) - middle for middle, point in zip(middles, points, strict=True)],
+    ]
+    hosts = [point.hosts for point in points]
+    axes.errorbar(hosts, middles, reach, fmt=marker, color=color, elinewidth=1, capsize=3, label=label)
 
 
 def memory(saves: Mapping[str, Mapping[str, Any]], path: Path) -> None:

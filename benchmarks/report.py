@@ -7,96 +7,45 @@ python -m benchmarks.report runs/<file>.json --print            only prints it
 import argparse
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import loop_costs, planning, plots, program_costs, scaling
+from benchmarks import compression, loop_costs, memory_growth, planning, plots, program_costs, scaling
 from benchmarks.launch import ROOT
+from benchmarks.measures import BLOCKING, COMMIT, CPU, PEAK, RESTORE, RESTORING, SAVING
 from benchmarks.peers import PEERS
-from benchmarks.states import CASES
-from benchmarks.tables import Measure, Results, spread, table, trials
-from benchmarks.targets import Target, verdicts
+from benchmarks.tables import NOTHING, Measure, Results, load, spread, trials, without_blanks
+from benchmarks.targets import TARGETS, verdicts
 
 PAGE = ROOT / "docs" / "performance.md"
 IMAGES = ROOT / "docs" / "img"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
-BLOCKING = Measure("blocking, s", "save", "blocking_secs", digits=3)
-COMMIT = Measure("to commit, s", "save", "commit_secs")
-FIRST = Measure("first, s", "save", "blocking_secs", first=True)
-CPU = Measure("CPU-s", "save", "cpu_secs")
-PEAK = Measure("peak over state, GB", "save", "peak_over_state_bytes", unit=1e9)
-RESTORE = Measure("restore, s", "restore", "restore_secs")
-READ = Measure("read calls, GB", "restore", "called_read_bytes", unit=1e9)
-TO_HOST = Measure("read to host alone, s", "restore", "read_secs")
-
-SAVING = (
-    BLOCKING,
-    FIRST,
-    COMMIT,
-    CPU,
-    PEAK,
-    Measure("stored, GB", "save", "stored_bytes", unit=1e9),
-    Measure("files", "save", "files", digits=0),
-)
-RESTORING = (
-    RESTORE,
-    Measure("first, s", "restore", "restore_secs", first=True),
-    Measure("CPU-s", "restore", "cpu_secs"),
-    READ,
-    Measure("from disk, GB", "restore", "storage_read_bytes", unit=1e9),
-    TO_HOST,
-    Measure("shared by replicas, GB", "restore", "shared_bytes", unit=1e9),
-    Measure("restore + first donated step, s", "restore", "restore_and_step_secs"),
-    Measure("peak of the first, GB", "restore", "peak_bytes", first=True, unit=1e9),
-)
-
-
 README_CASE = "gpt2_small"
-TARGETS = {
-    "gpt2_small": (
-        Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 8),
-        Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 15),
-        Target("blocking, warm", BLOCKING, "memcpy", 0.5),
-        Target("blocking of the first save", FIRST, "orbax_rp", 1 / 4),
-        Target("save to commit, checksums on", COMMIT, "orbax_default", 1 / 2),
-        Target("save to commit, checksums on", COMMIT, "orbax_default", 1 / 6),
-        Target("save to commit, checksums on", COMMIT, "orbax_tuned", 1 / 3),
-        Target("save to commit (1.25: 80 % of its speed)", COMMIT, "direct_write", 1 / 0.8),
-        Target("CPU-seconds a save", CPU, "orbax_rp", 1 / 2),
-        Target("CPU-seconds a save", CPU, "orbax_default", 1 / 8),
-        Target("CPU-seconds a save", CPU, "gigabytes", 0.45),
-        Target("what checksums cost: save to commit", COMMIT, "rpsave_unchecked", 1.2),
-        Target("what checksums cost: CPU-seconds a save", CPU, "rpsave_unchecked", 1.2),
-        Target("peak memory of a save (R = 8: the owner slices are the state)", PEAK, "state", 1.15),
-        Target("peak memory of a save", PEAK, "state", 1.1),
-        Target("restore", RESTORE, "orbax_rp", 1 / 3),
-        Target("restore", RESTORE, "orbax_rp", 1 / 4),
-        Target("read to host alone (1.25: 80 % of its speed)", TO_HOST, "direct_read", 1 / 0.8),
-        Target("bytes read in a restore", READ, "state", 1.05),
-    ),
-    "small_leaves": (
-        Target("blocking, warm", BLOCKING, "orbax_default", 1 / 50),
-        Target("save to commit, checksums on", COMMIT, "orbax_default", 1 / 20),
-    ),
-    "mlp_4_processes": (
-        Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 8),
-        Target("save to commit, checksums on", COMMIT, "orbax_rp", 1 / 3),
-    ),
-    "gpt2_small_2_processes": (
-        Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 2),
-        Target("save to commit, checksums on", COMMIT, "orbax_rp", 1 / 2),
-        Target("blocking, warm", BLOCKING, "torch_dcp_async", 1),
-        Target("save to commit, checksums on", COMMIT, "torch_dcp_async", 1),
-    ),
-}
 
 
-def peer_table(results: Results, case: str, measures: Sequence[Measure]) -> list[str]:
+def peer_table(results: Results, case: str, measures: Sequence[Measure], *, engines: bool = False) -> list[str]:
+    """A row a peer; empty where none was measured."""
     peers = [name for name in PEERS if trials(results, measures[0].kind, case, name)]
     rows = [[PEERS[name].label] + [spread(m.values(results, case, name), m.digits) for m in measures] for name in peers]
-    return table(["", *(measure.heading for measure in measures)], rows)
+    headings = ["", *(measure.heading for measure in measures)]
+    if engines:
+        headings.append("engine")
+        rows = [[*row, engine(results, case, name)] for row, name in zip(rows, peers, strict=True)]
+    return without_blanks(headings, rows)
+
+
+def engine(results: Results, case: str, peer: str) -> str:
+    """What put the warm saves into storage; of processes that did not all have the same, how many had which."""
+    names = []
+    for save in (save for trial in trials(results, "save", case, peer) for save in trial["saves"][1:]):
+        own = save.get("own_stats", [])
+        processes = [own] if isinstance(own, dict) else own  # older files have no list where there was one process
+        mix = Counter(stats["engine"] for stats in processes if "engine" in stats)
+        names += [name if len(mix) == 1 else f"{count} × {name}" for name, count in sorted(mix.items())]
+    return ", ".join(dict.fromkeys(names)) or NOTHING
 
 
 def limits_table(results: Results, case: str) -> list[str]:
@@ -104,20 +53,11 @@ def limits_table(results: Results, case: str) -> list[str]:
     nbytes = results["cases"][case]["state_bytes"]
     rows = []
     for name in measured[0] if measured else ():
-        runs = [limits[name] for limits in measured if limits[name]]
+        runs = [limits[name] for limits in measured if limits.get(name)]
         secs = [run["secs"] for run in runs]
         speed = f"{nbytes / 1e9 / statistics.median(secs):.2f}" if secs else "not possible here"
         rows.append([name.replace("_", " "), spread(secs, 2), speed, spread([run["cpu_secs"] for run in runs], 2)])
-    return table(["", "s", "GB/s", "CPU-s"], rows)
-
-
-def soak_table(results: Results) -> list[str]:
-    rows = []
-    for trial in (trial for trial in results["trials"] if trial["kind"] == "soak" and not trial["error"]):
-        growth = trial["growth_after_third_bytes"] / 1e6
-        saves = len(trial["resident_bytes"])
-        rows.append([PEERS[trial["peer"]].label, str(saves), f"{trial['state_bytes'] / 1e6:.0f}", f"{growth:+.1f}"])
-    return table(["", "saves", "state, MB", "growth after the third, MB"], rows) if rows else []
+    return without_blanks(["", "s", "GB/s", "CPU-s"], rows)
 
 
 def failures(results: Results) -> list[str]:
@@ -142,51 +82,64 @@ def case_section(results: Results, name: str) -> list[str]:
     lines = [f"### `{name}`: {case['about']} ({size})", ""]
     if case["skipped"]:
         return [*lines, f"Not measured: {case['skipped']}.", ""]
-    if "save" not in CASES[name].kinds:
-        return [*lines, *loop_costs.section(results, name), *program_costs.section(results, name)]
-    if name in TARGETS:
-        lines += [*verdicts(target.row(results, name) for target in TARGETS[name]), ""]
-    lines += [f"![Blocking and time to commit of each peer](img/{name}.png)", ""]
-    tables = [("Saving (warm saves; medians, min–max)", peer_table(results, name, SAVING))]
-    if "restore" in CASES[name].kinds:
-        tables.append(
-            ("Restoring from cold files (warm process; medians, min–max)", peer_table(results, name, RESTORING))
-        )
-    tables.append(("Limits of the machine for as many bytes, in the same run", limits_table(results, name)))
-    for title, body in tables:
-        lines += [f"**{title}**", "", *body, ""]
+    lines += load(results, [name])
+    lines += [*loop_costs.section(results, name), *program_costs.section(results, name)]
+    if judged := verdicts(target.row(results, name) for target in TARGETS.get(name, ())):
+        lines += [*judged, ""]
+    if saved(results, name):
+        lines += [f"![Blocking and time to commit of each peer](img/{name}.png)", ""]
+    for title, body in (
+        ("Saving (warm saves; medians, min–max)", peer_table(results, name, SAVING, engines=True)),
+        ("Restoring from cold files (warm process; medians, min–max)", peer_table(results, name, RESTORING)),
+        ("Limits of the machine for as many bytes, in the same run", limits_table(results, name)),
+    ):
+        if body:
+            lines += [f"**{title}**", "", *body, ""]
     return lines
 
 
 def local_cases(results: Results) -> list[str]:
     """Cases that were saved to the local disk; the others show how saving scales."""
-    return [name for name, case in results["cases"].items() if "card_bytes_per_sec" not in case]
+    return [name for name, case in results.get("cases", {}).items() if "card_bytes_per_sec" not in case]
 
 
-def render(results: Results, source: str) -> str:
-    """A results file's part of the page."""
-    about = results["environment"]
+def saved(results: Results, case: str) -> bool:
+    """Whether there are saves to draw."""
+    return any(BLOCKING.values(results, case, peer) for peer in PEERS)
+
+
+def origin(results: Results, source: str) -> str:
+    """Where figures are from: of a file that says nothing of it only its name."""
+    about = results.get("environment")
+    if about is None:
+        return f"From `{source}`, which does not say of which machine and versions it is."
     versions = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
-    origin = (
+    return (
         f"From `{source}`, made by `{about['command']}` on {about['date'][:10]} at commit {about['commit']}: "
         f"{about['cpus']} CPUs, {about['memory_bytes'] / 2**30:.0f} GiB, Linux {about['kernel']}, "
         f"Python {about['python']}, {versions}."
     )
-    if "planning" in results:
-        return "\n".join([origin, "", *planning.section(results)])
-    lines = [origin, "", *failures(results), ""]
-    for name in local_cases(results):
-        lines += case_section(results, name)
-    lines += scaling.section(results)
-    if soak := soak_table(results):
-        lines += ["### Memory over many saves, garbage collector disabled", "", *soak, ""]
+
+
+def render(results: Results, source: str) -> str:
+    """A results file's part of the page."""
+    lines = [origin(results, source), ""]
+    for key, part in (("planning", planning), ("compression", compression)):
+        if key in results:
+            lines += part.section(results)
+    if "trials" in results:
+        for found in failures(results):
+            lines += [found, ""]
+        for name in local_cases(results):
+            lines += case_section(results, name)
+        lines += [*scaling.section(results), *memory_growth.section(results)]
     return "\n".join(lines)
 
 
 def draw(results: Results) -> None:
     """Makes the plots that `render` refers to."""
     for name in local_cases(results):
-        if "save" in CASES[name].kinds and not results["cases"][name]["skipped"]:
+        if saved(results, name):
             plots.peers(results, name, (BLOCKING, COMMIT), IMAGES / f"{name}.png")
         if saves := program_costs.last_saves(results, name):
             plots.memory(saves, IMAGES / program_costs.image(name))
@@ -197,17 +150,31 @@ def draw(results: Results) -> None:
 
 
 def summary(results: Results) -> list[str]:
-    """What a results file has for the README: the most telling measures of one case, the picture of a loop's save."""
+    """What a results file has for the README: the most telling measures of one case, and pictures."""
     lines = []
-    if any(loop_costs.spans(results, name) for name in results["cases"]):
-        lines += [f"![One save beside the steps of its loop](docs/img/{loop_costs.IMAGE})", ""]
-    if README_CASE not in results["cases"]:
-        return lines
-    about, case = results["environment"], results["cases"][README_CASE]
-    measures = (BLOCKING, COMMIT, CPU, PEAK, RESTORE)
-    subject = f"{case['about'][0].upper()}{case['about'][1:]} ({case['state_bytes'] / 1e9:.2f} GB)"
-    heading = f"{subject}, {about['cpus']} cores; medians (min–max) of one interleaved run:"
-    return [*lines, heading, "", *peer_table(results, README_CASE, measures), ""]
+    if any(loop_costs.spans(results, name) for name in local_cases(results)):
+        lines += ["One save beside the steps of its loop:", "", _picture("A save, by stage", loop_costs.IMAGE), ""]
+    if README_CASE in local_cases(results):
+        case, cores = results["cases"][README_CASE], results.get("environment", {}).get("cpus")
+        measures = (BLOCKING, COMMIT, CPU, PEAK, RESTORE)
+        subject = f"{case['about'][0].upper()}{case['about'][1:]} ({case['state_bytes'] / 1e9:.2f} GB)"
+        machine = f", {cores} cores" if cores else ""
+        lines += [f"{subject}{machine}; medians (min–max) of one interleaved run:", ""]
+        if saved(results, README_CASE):
+            lines += [_picture("Blocking and time to commit of each peer", f"{README_CASE}.png"), ""]
+        lines += [*peer_table(results, README_CASE, measures), ""]
+    if measured := scaling.points(results):
+        most, model = max(point.hosts for point in measured), scaling.fit(measured)
+        shown = (
+            "time to commit, with its model continued, and blocked time" if model else "time to commit and blocked time"
+        )
+        lines += [f"{scaling.subject(results)}, measured with up to {most} hosts ({shown}):", ""]
+        lines += [_picture("Time to commit and blocked time against the number of hosts", scaling.IMAGE), ""]
+    return lines
+
+
+def _picture(what: str, name: str) -> str:
+    return f"![{what}](docs/img/{name})"
 
 
 def insert(page: str, body: str) -> str:
@@ -229,7 +196,7 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
     for source in map(Path.resolve, options.results):
         results = json.loads(source.read_text())
         bodies.append(render(results, str(source.relative_to(ROOT) if ROOT in source.parents else source)))
-        if not options.print and "planning" not in results:
+        if not options.print:
             draw(results)
             summaries += summary(results)
     if options.print:

@@ -1,16 +1,22 @@
 """How the time of a save falls with the number of hosts: measured, and as a model predicts it."""
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
-from benchmarks.tables import Results, spread, table, trials
+from benchmarks.tables import NOTHING, Results, load, spread, trials, without_blanks
 
 IMAGE = "scaling.png"
 SPEED_UP_TARGET = 0.9
 """Of R: a save of R hosts is to take at most 1 / (0.9 R) of that of one host."""
 BALANCE_TARGET = 1.02
 """Most bytes that a host sends ÷ the hosts' mean."""
+FITTED_HOSTS = 3
+"""The model is made from saves of up to so many hosts, and checked on those of more."""
+CONTINUED_HOSTS = 4096
+"""The most hosts that the picture shows the model for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +30,7 @@ class Point:
         parallel: seconds to commit, every host writing its share.
         blocking: seconds for which the loop was blocked, every host writing its share.
         balance: most bytes that a host sent ÷ the mean, in the least balanced save.
+        sent_bytes: that all hosts sent together in a save, the median.
     """
 
     hosts: int
@@ -32,17 +39,36 @@ class Point:
     parallel: list[float]
     blocking: list[float]
     balance: float
+    sent_bytes: float
 
     @property
     def secs(self) -> float:
         return statistics.median(self.parallel)
 
 
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Seconds to commit = a + bytes / (R · bandwidth).
+
+    Attributes:
+        fixed_secs: a, what a save takes whatever the number of hosts.
+        sent_bytes: of a save.
+        bandwidth: of a host, in bytes/s.
+    """
+
+    fixed_secs: float
+    sent_bytes: float
+    bandwidth: float
+
+    def secs(self, hosts: int) -> float:
+        return self.fixed_secs + self.sent_bytes / (hosts * self.bandwidth)
+
+
 def points(results: Results, *, sharded: bool = False) -> list[Point]:
     """By number of hosts; `sharded`: those of states that are sharded over the devices of each host."""
     found = []
-    for name, case in results["cases"].items():
-        if "card_bytes_per_sec" not in case or (case["devices"] > 1) != sharded:
+    for name, case in _cases(results).items():
+        if (case["devices"] > 1) != sharded:
             continue
         single, parallel = (
             [save for trial in trials(results, "throttled_save", name, peer) for save in trial["throttled_saves"][1:]]
@@ -59,14 +85,26 @@ def points(results: Results, *, sharded: bool = False) -> list[Point]:
                 parallel=[save["commit_secs"] for save in parallel],
                 blocking=[save["blocking_secs"] for save in parallel],
                 balance=max(max(by_host) / statistics.mean(by_host) for by_host in sent),
+                sent_bytes=statistics.median(sum(by_host) for by_host in sent),
             )
         )
     return sorted(found, key=lambda point: point.hosts)
 
 
-def fixed_secs(measured: Sequence[Point]) -> float:
-    """The a of the model, time = a + bytes / (R · bandwidth), by least squares; the bandwidth is the card's."""
-    return statistics.mean(point.secs - point.least_secs for point in measured)
+def fit(measured: Sequence[Point]) -> Model | None:
+    """The model that a few hosts give; None where one host, or 2 to `FITTED_HOSTS`, were not measured.
+
+    The bandwidth is what one host sent in a second of its save, less a, so that the model hits that save. Then what a
+    save of R hosts takes beyond 1/R of that one's time is a · (1 - 1/R), and a is what fits these best (least squares).
+    """
+    one = next((point for point in measured if point.hosts == 1), None)
+    few = [point for point in measured if 1 < point.hosts <= FITTED_HOSTS]
+    if one is None or not few:
+        return None
+    shares = [1 - 1 / point.hosts for point in few]
+    beyond = [point.secs - one.secs / point.hosts for point in few]
+    fixed_secs = sum(map(math.prod, zip(shares, beyond, strict=True))) / sum(share**2 for share in shares)
+    return Model(fixed_secs, one.sent_bytes, one.sent_bytes / (one.secs - fixed_secs))
 
 
 def speed_up(measured: Sequence[Point], point: Point) -> float | None:
@@ -76,9 +114,9 @@ def speed_up(measured: Sequence[Point], point: Point) -> float | None:
 
 
 def scaling_table(measured: Sequence[Point]) -> list[str]:
-    fixed, rows = fixed_secs(measured), []
+    model, rows = fit(measured), []
     for point in measured:
-        faster, model = speed_up(measured, point), point.least_secs + fixed
+        faster, modelled = speed_up(measured, point), model.secs(point.hosts) if model else None
         efficiency = None if faster is None else faster / point.hosts
         met = efficiency is not None and efficiency >= SPEED_UP_TARGET and point.balance <= BALANCE_TARGET
         rows.append(
@@ -87,16 +125,17 @@ def scaling_table(measured: Sequence[Point]) -> list[str]:
                 spread(point.single, 2),
                 spread(point.parallel, 2),
                 f"{point.least_secs:.2f}",
-                f"{model:.2f}",
-                f"{point.secs / model:.3f}",
+                NOTHING if modelled is None else f"{modelled:.2f}",
+                NOTHING if modelled is None else f"{point.secs / modelled:.3f}",
+                NOTHING if modelled is None else _role(point),
                 spread(point.blocking, 3),
-                "–" if faster is None else f"{faster:.2f}",
-                "–" if efficiency is None else f"{efficiency:.3f}",
+                NOTHING if faster is None else f"{faster:.2f}",
+                NOTHING if efficiency is None else f"{efficiency:.3f}",
                 f"{point.balance:.4f}",
                 "met" if met else "**missed**",
             ]
         )
-    return table(
+    return without_blanks(
         [
             "hosts (R)",
             "single-replica, s",
@@ -104,6 +143,7 @@ def scaling_table(measured: Sequence[Point]) -> list[str]:
             "cards alone, s",
             "model, s",
             "measured ÷ model",
+            "the model there",
             "blocking, s",
             "speed-up",
             "÷ R",
@@ -114,17 +154,48 @@ def scaling_table(measured: Sequence[Point]) -> list[str]:
     )
 
 
+def _role(point: Point) -> str:
+    """What a number of hosts is for the model."""
+    if point.hosts == 1:
+        return "gives the bandwidth"
+    return "a is fitted" if point.hosts <= FITTED_HOSTS else "is checked"
+
+
+def model_line(model: Model, card_bytes_per_sec: float) -> str:
+    """The model in words, and what it says of the most hosts."""
+    most = f"{model.secs(CONTINUED_HOSTS):.2f} s for {CONTINUED_HOSTS:,}"
+    return (
+        f"The model is {model.fixed_secs:.2f} s + {model.sent_bytes / 1e6:.1f} MB / (R · "
+        f"{model.bandwidth / 1e6:.3f} MB/s). The bandwidth is what one host sent a second, less the fixed cost (the "
+        f"card lets {card_bytes_per_sec / 1e6:g} MB/s through); that is fitted on up to {FITTED_HOSTS} hosts, "
+        f"and more hosts only check the model. Continued, it gives {model.secs(64):.2f} s for 64 hosts and {most}, if "
+        "the fixed cost stays what it is, which nobody has measured with so many."
+    )
+
+
+def _cases(results: Results) -> dict[str, dict[str, Any]]:
+    """The cases whose hosts had cards."""
+    return {name: case for name, case in results.get("cases", {}).items() if "card_bytes_per_sec" in case}
+
+
+def subject(results: Results) -> str:
+    """What the cases have in common, in words."""
+    case, *_ = _cases(results).values()
+    size, rate = f"{case['state_bytes'] / 1e6:.0f} MB", f"{case['card_bytes_per_sec'] / 1e6:g} MB/s"
+    return f"{size} saved by R hosts with a network card of {rate} each"
+
+
 def section(results: Results) -> list[str]:
     """The page's part about scaling; empty where it was not measured."""
     replicated, sharded = points(results), points(results, sharded=True)
     if not replicated:
         return []
-    case = next(case for case in results["cases"].values() if "card_bytes_per_sec" in case)
-    size, rate = f"{case['state_bytes'] / 1e6:.0f} MB", f"{case['card_bytes_per_sec'] / 1e6:g} MB/s"
+    card, *_ = (case["card_bytes_per_sec"] for case in _cases(results).values())
     lines = [
-        f"### `hosts_R`: {size} saved by R hosts with a network card of {rate} each",
+        f"### `hosts_R`: {subject(results)}",
         "",
-        f"![Time to commit against the number of hosts](img/{IMAGE})",
+        *load(results, _cases(results)),
+        f"![Time to commit and blocked time against the number of hosts](img/{IMAGE})",
         "",
     ]
     for title, measured in (
@@ -132,6 +203,7 @@ def section(results: Results) -> list[str]:
         ("Sharded over the 2 devices of each host, replicated over the hosts", sharded),
     ):
         if measured:
-            fixed = f"The model's fixed cost a is {fixed_secs(measured):.2f} s."
-            lines += [f"**{title}**", "", *scaling_table(measured), "", fixed, ""]
+            lines += [f"**{title}**", "", *scaling_table(measured), ""]
+            if model := fit(measured):
+                lines += [model_line(model, card), ""]
     return lines

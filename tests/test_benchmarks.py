@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import json
+import re
 import subprocess
 import sys
 import time
@@ -20,12 +21,16 @@ from benchmarks import (
     gpu,
     launch,
     loop_costs,
+    measures,
+    memory_growth,
     memory_watch,
     peers,
     planning,
     report,
     run,
+    scaling,
     states,
+    tables,
     targets,
     trial,
 )
@@ -254,7 +259,7 @@ def test_costs_of_a_loop_are_held_against_every_peer():
 def test_report_of_other_cases_has_targets_tables_and_pictures(other_results, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "IMAGES", tmp_path / "img")
     body = report.render(other_results, "results.json")
-    for text in ("a save costs, ms", "worst pause beside a save, ms", "read to host alone, s"):
+    for text in ("a save costs, ms", "worst pause beside a save, ms", "peak of the first, GB"):
         assert text in body
     report.draw(other_results)
     drawn = {path.name for path in (tmp_path / "img").iterdir()}
@@ -322,20 +327,34 @@ def test_targets_hold_ours_against_a_peer_the_machine_and_the_state():
         runs = [{"blocking_secs": each, "cpu_secs": 2 * each, "peak_over_state_bytes": 3e9} for each in secs]
         return {"kind": "save", "case": "gpt2_small", "peer": peer, "error": None, "saves": runs}
 
-    limits = {"kind": "machine", "case": "gpt2_small", "peer": "", "error": None, "limits": {"memcpy": {"secs": 0.5}}}
+    limits = {
+        "memcpy": {"secs": 0.5},
+        "direct_read": None,
+        "buffered_read_cold": {"secs": 4},
+        "direct_write": {"secs": 1},
+    }
+    machine = {"kind": "machine", "case": "gpt2_small", "peer": "", "error": None, "limits": limits}
     found = {
-        "cases": {"gpt2_small": {"state_bytes": 2e9}},
-        "trials": [save("rpsave", 9, 1, 2, 3), save("orbax_rp", 12, 8, 8), limits],
+        "cases": {"gpt2_small": {"state_bytes": 2e9, "processes": 4}},
+        "trials": [save("rpsave", 9, 1, 2, 3), save("orbax_rp", 12, 8, 8), save("orbax_tuned", 9, 5), machine],
     }
     for target, expected in (
-        (targets.Target("", report.BLOCKING, "orbax_rp", 1 / 8), ["0.250", "≤ 0.125", "**missed**"]),
-        (targets.Target("", report.FIRST, "orbax_rp", 0.75), ["0.750", "≤ 0.75", "met"]),
-        (targets.Target("", report.BLOCKING, "memcpy", 4), ["4.000", "≤ 4", "met"]),
-        (targets.Target("", report.CPU, "gigabytes", 1), ["2.000", "≤ 1", "**missed**"]),
-        (targets.Target("", report.PEAK, "state", 2), ["1.500", "≤ 2", "met"]),
+        (targets.Target("", measures.BLOCKING, "orbax_rp", 1 / 8), ["0.250", "≤ 0.125", "**missed**"]),
+        (targets.Target("", measures.FIRST, "orbax_rp", 0.75), ["0.750", "≤ 0.75", "met"]),
+        (targets.Target("", measures.BLOCKING, "memcpy", 4), ["4.000", "≤ 4", "met"]),
+        (targets.Target("", measures.CPU, "gigabytes", 1), ["2.000", "≤ 1", "**missed**"]),
+        (targets.Target("", measures.PEAK, "state", 2), ["1.500", "≤ 2", "met"]),
+        (targets.Target("", measures.BLOCKING, "memcpy_slices", 16), ["16.000", "≤ 16", "met"]),
+        (targets.Target("", measures.FIRST, "orbax_rp", None), ["0.750", "–", ""]),
+        (targets.Target("", measures.BLOCKING, ("orbax_rp", "orbax_tuned"), 1), ["0.400", "≤ 1", "met"]),
+        (targets.Target("", measures.BLOCKING, ("direct_read", "buffered_read_cold"), 1), ["0.500", "≤ 1", "met"]),
     ):
         assert target.row(found, "gpt2_small")[2:] == expected
-    assert targets.Target("", report.BLOCKING, "orbax_v1", 1).row(found, "gpt2_small") == []
+    assert targets.Target("", measures.BLOCKING, "orbax_v1", 1).row(found, "gpt2_small") == []
+    both = targets.Target("", measures.BLOCKING, ("direct_read", "direct_write", "buffered_read_cold"), 1)
+    assert both.row(found, "gpt2_small")[1] == "a raw O_DIRECT write of it (the best of 2)"
+    assert measures.CPU_RATE.values(found, "gpt2_small", "rpsave") == [1, 2, 3]
+    assert measures.PEAK_RATIO.values(found, "gpt2_small", "orbax_rp") == [6, 6]
 
 
 def test_every_host_sends_its_share_through_its_card(scaling_results):
@@ -358,27 +377,108 @@ def test_every_host_sends_its_share_through_its_card(scaling_results):
 
 
 def test_report_of_scaling_has_tables_model_and_plot(scaling_results, tmp_path, monkeypatch):
-    from benchmarks import scaling
-
     monkeypatch.setattr(report, "IMAGES", tmp_path / "img")
     body = report.render(scaling_results, "results.json")
-    for text in ("speed-up", "The model's fixed cost a is", "Sharded over the 2 devices", f"(img/{scaling.IMAGE})"):
+    for text in ("speed-up", "The model is", "Sharded over the 2 devices", f"(img/{scaling.IMAGE})"):
         assert text in body
+    assert any(f"(docs/img/{scaling.IMAGE})" in line for line in report.summary(scaling_results))
     report.draw(scaling_results)
     assert [path.name for path in (tmp_path / "img").iterdir()] == [scaling.IMAGE]
 
 
-def test_model_and_speed_up_of_hosts():
-    from benchmarks import scaling
+def point(hosts, secs, balance=1.01):
+    return scaling.Point(hosts, 40 / hosts, [40.5], [secs], [0.01], balance, sent_bytes=160e6)
 
-    def point(hosts, secs, balance=1.01):
-        return scaling.Point(hosts, 40 / hosts, [40.5], [secs], [0.01], balance)
 
+def test_model_takes_bandwidth_from_one_host_and_its_fixed_cost_from_a_few():
+    measured = [point(hosts, 0.5 + 40 / hosts) for hosts in (1, 2, 3)]
+    model = scaling.fit(measured)
+    assert model.fixed_secs == pytest.approx(0.5)
+    assert model.bandwidth == pytest.approx(4e6)
+    assert model.secs(4096) == pytest.approx(0.5 + 40 / 4096)
+    assert scaling.fit([*measured, point(4, 11), point(8, 9)]) == model, "what checks the model must not make it"
+    assert scaling.fit(measured[1:]) is None
+    assert scaling.fit([point(1, 40.5), point(4, 10.5)]) is None
+
+
+def test_scaling_has_speed_ups_verdicts_and_what_each_point_is_for_the_model():
     measured = [point(1, 40.5), point(2, 20.5), point(8, 6.5, balance=1.03)]
-    assert scaling.fixed_secs(measured) == pytest.approx((0.5 + 0.5 + 1.5) / 3)
     assert scaling.speed_up(measured, measured[2]) == pytest.approx(40.5 / 6.5)
     rows = scaling.scaling_table(measured)[2:]
     assert ["missed" in row for row in rows] == [False, False, True]
+    assert [row.split(" | ")[6] for row in rows] == ["gives the bandwidth", "a is fitted", "is checked"]
+    unmodelled = scaling.scaling_table([point(4, 10.5)])
+    assert "model" not in unmodelled[0]
+
+
+@pytest.mark.parametrize(("bytes_a_save", "saves", "said"), [(0, 100, "met"), (2e4, 100, "missed"), (2e4, 99, None)])
+def test_memory_is_flat_where_the_later_half_of_many_saves_adds_nothing(bytes_a_save, saves, said):
+    resident = [1e9 + 1e6 * min(save, 10) + bytes_a_save * save for save in range(saves)]
+    soak = {"kind": "soak", "case": "gpt2_small", "peer": "rpsave", "error": None, "state_bytes": 72e6}
+    soak |= {"resident_bytes": resident, "growth_after_third_bytes": resident[-1] - resident[2]}
+    assert memory_growth.later_growth(resident) == pytest.approx(bytes_a_save * -(-saves // 2), abs=1)
+    verdicts = [line for line in memory_growth.section({"trials": [soak]}) if "the state's bytes" in line]
+    assert len(verdicts) == (said is not None)
+    assert all(said in line for line in verdicts)
+
+
+def test_engine_is_named_once_or_by_processes():
+    def found(*saves):
+        saves = [{"own_stats": [{"engine": name} for name in names]} for names in (("first",), *saves)]
+        trial = {"kind": "save", "case": "gpt2_small", "peer": "rpsave", "error": None, "saves": saves}
+        return report.engine({"trials": [trial]}, "gpt2_small", "rpsave")
+
+    assert found(("direct", "direct"), ("direct", "direct")) == "direct"
+    assert found(("direct", "tensorstore"), ("tensorstore", "direct")) == "1 × direct, 1 × tensorstore"
+    assert found(("direct",), ("tensorstore",)) == "direct, tensorstore"
+    assert found(()) == tables.NOTHING
+
+
+def test_columns_without_a_figure_are_left_out():
+    assert tables.without_blanks(["", "a", "b"], [["x", "–", "1"], ["y", "–", "–"]])[0] == "|  | b |"
+    assert tables.without_blanks(["", "a"], []) == []
+
+
+# Of trials, and of what is in their lists: what not every results file has.
+YOUNG = (
+    "load_before",
+    "own_stats",
+    "cpu_secs",
+    "peak_over_state_bytes",
+    "first_step_secs",
+    "read_secs",
+    "shared_bytes",
+)
+
+
+def test_report_takes_files_that_lack_what_younger_ones_have(results, tmp_path, monkeypatch):
+    def without(found):
+        if isinstance(found, dict):
+            return {key: without(value) for key, value in found.items() if key not in YOUNG}
+        return [without(each) for each in found] if isinstance(found, list) else found
+
+    old = without({key: value for key, value in results.items() if key != "environment"})
+    for each in old["trials"]:
+        each.get("limits", {}).clear()
+    for case in old["cases"].values():
+        del case["absent"], case["processes"]
+    monkeypatch.setattr(report, "IMAGES", tmp_path / "img")
+    monkeypatch.setattr(report, "README_CASE", "replicas_3")
+    body = report.render(old, "old.json")
+    assert "to commit, s" in body
+    for text in ("CPU-s", "engine", "Load average", "Limits of the machine"):
+        assert text in report.render(results, "new.json")
+        assert text not in body
+    report.draw(old)
+    assert "| Orbax defaults |" in "".join(report.summary(old))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_pages_show_pictures_that_are_there(page):
+    text = (ROOT / page).read_text()
+    shown = re.findall(r"!\[[^]]*\]\((.*?)\)", text)
+    assert len(shown) > 1
+    assert [name for name in shown if not ((ROOT / page).parent / name).is_file()] == []
 
 
 TINY = ["--rounds", "1", "--saves", "1", "--restores", "0", "--scale", "0.001"]
@@ -517,7 +617,13 @@ def test_compression_script_compares_codecs_on_a_checkpoint(tmp_path):
     flax_rpsave.save(tmp_path / "one", {"params": params, "opt_state": optax.adam(1e-3).init(params)})
     out = tmp_path / "found.json"
     compression.main(["--checkpoint", str(tmp_path / "one"), "--rounds", "1", "--megabytes", "0", "--out", str(out)])
-    found = json.loads(out.read_text())
+    results = json.loads(out.read_text())
+    assert results["environment"]["command"].startswith("python -m benchmarks.compression --checkpoint")
+    found = results["compression"]
     assert {case.split("/")[1] for case in found} == {"float32", "bfloat16"}
     assert all(turn["ratio"] == 1 for case, turns in found.items() if case.endswith("/null") for turn in turns)
     assert all(turn["ratio"] < 0.1 for turn in found["second moments/float32/zstd 1"])  # zeros
+    for known in (results, {"compression": found}):  # older files do not say where they are from
+        rows = report.render(known, "found.json").splitlines()
+        for codec in compression.codecs(4):
+            assert sum(row.startswith((f"| float32, {codec} |", f"| bfloat16, {codec} |")) for row in rows) == 2
