@@ -54,6 +54,8 @@ def create_mesh(devices: int | None) -> Mesh:
         f"--xla_force_host_platform_device_count={devices or CPU_DEVICES}",
     ]
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
+    if devices is not None and devices < 1:
+        raise SystemExit(f"--devices: at least one is needed, got {devices}")
     available = [jax.local_devices(process_index=process) for process in range(jax.process_count())]
     if devices is not None and devices > min(map(len, available)):
         raise SystemExit(f"--devices: {devices} of a process are wanted, there are {min(map(len, available))}")
@@ -96,10 +98,13 @@ def main() -> None:
     elif arguments.processes is not None:
         sys.exit(launch([sys.executable, *sys.argv, "--distributed"], arguments.processes))
     mesh = create_mesh(devices)
-    settings = Settings.from_yaml(
-        arguments.config, steps=arguments.steps, data=arguments.data, directory=arguments.directory
-    )
-    train(settings, mesh, log=arguments.log)
+    try:
+        settings = Settings.from_yaml(
+            arguments.config, steps=arguments.steps, data=arguments.data, directory=arguments.directory
+        )
+        train(settings, mesh, log=arguments.log)
+    except FileNotFoundError as error:  # of --config, --data or --log
+        raise SystemExit(f"{error.filename}: {error.strerror}") from error
 
 
 if __name__ == "__main__":
