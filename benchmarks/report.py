@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import loop_costs, planning, plots, program_costs, scaling
+from benchmarks import loop_costs, modes, planning, plots, program_costs, restore_costs, scaling
 from benchmarks.launch import ROOT
 from benchmarks.peers import PEERS
 from benchmarks.states import CASES
@@ -147,7 +147,13 @@ def case_section(results: Results, name: str) -> list[str]:
     if name in TARGETS:
         lines += [*verdicts(target.row(results, name) for target in TARGETS[name]), ""]
     lines += [f"![Blocking and time to commit of each peer](img/{name}.png)", ""]
-    tables = [("Saving (warm saves; medians, min–max)", peer_table(results, name, SAVING))]
+    if name == modes.CASE:
+        saving = modes.modes_table(results, (PEAK, BLOCKING, COMMIT, CPU), BLOCKING)
+    else:
+        saving = peer_table(results, name, SAVING)
+    tables = [("Saving (warm saves; medians, min–max)", saving)]
+    if "restore_variants" in CASES[name].kinds:
+        tables += restore_costs.tables(results, name)
     if "restore" in CASES[name].kinds:
         tables.append(
             ("Restoring from cold files (warm process; medians, min–max)", peer_table(results, name, RESTORING))
