@@ -123,7 +123,7 @@ def combined(answers: Sequence[Answer]) -> Answer:
         values = [own[name] for own in answers]
         if name in _TOGETHER:
             together[name] = _TOGETHER[name](values)
-        elif isinstance(values[0], list) and isinstance(values[0][0], dict):
+        elif isinstance(values[0], list) and values[0] and isinstance(values[0][0], dict):
             together[name] = [combined(runs) for runs in zip(*values, strict=True)]
         else:
             together[name] = max(values)

@@ -24,7 +24,7 @@ LANES = {
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What the saves of one peer cost the loop; a value a save, but for the steps.
+    """What the saves of one peer cost the loop; a value a save, but for the steps and the first call.
 
     Attributes:
         label: the peer's.
@@ -33,7 +33,7 @@ class Costs:
         extra_secs: how much longer a window with a save took than the one before it.
         extra_cpu_secs: how much more processor time it took.
         blocking_secs: for which the call blocked.
-        first_blocking_secs: for which the first call of a run blocked; a value a run that noted it.
+        first_blocking_secs: for which the first call of a run blocked.
         commit_secs: from the call until the save was committed.
         quiet_steps: seconds of the steps of windows without a save.
         slow_steps: seconds of the steps that began while a save was under way.
@@ -88,7 +88,7 @@ def costs(results: Results, case: str, peer: str) -> Costs | None:
         extra_secs=[with_save["secs"] - without["secs"] for without, with_save in pairs],
         extra_cpu_secs=[with_save["cpu_secs"] - without["cpu_secs"] for without, with_save in pairs],
         blocking_secs=[window["blocking_secs"] for window in saving],
-        first_blocking_secs=[trial["first_blocking_secs"] for trial in found if "first_blocking_secs" in trial],
+        first_blocking_secs=[trial["first_blocking_secs"] for trial in found],
         commit_secs=[window["commit_secs"] for window in saving],
         quiet_steps=[secs for window in quiet for secs in window["step_secs"]],
         slow_steps=[secs for window in saving for secs in window["step_secs"][: window["steps_beside_save"]]],

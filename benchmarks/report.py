@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import loop_costs, modes, planning, plots, program_costs, restore_costs, scaling
+from benchmarks import gpu, loop_costs, modes, planning, plots, program_costs, restore_costs, scaling
 from benchmarks.launch import ROOT
 from benchmarks.peers import PEERS
 from benchmarks.states import CASES
@@ -180,6 +180,8 @@ def render(results: Results, source: str) -> str:
     )
     if "planning" in results:
         return "\n".join([origin, "", *planning.section(results)])
+    if "gpu" in results:
+        return "\n".join([origin, "", *gpu.section(results)])
     lines = [origin, "", *failures(results), ""]
     for name in local_cases(results):
         lines += case_section(results, name)
@@ -235,7 +237,7 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = p
     for source in map(Path.resolve, options.results):
         results = json.loads(source.read_text())
         bodies.append(render(results, str(source.relative_to(ROOT) if ROOT in source.parents else source)))
-        if not options.print and "planning" not in results:
+        if not options.print and "cases" in results:
             draw(results)
             summaries += summary(results)
     if options.print:

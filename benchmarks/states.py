@@ -235,7 +235,7 @@ CASES = {
         replicas=8,
         build=_gpt2_small,
         kinds=("save", "restore_variants"),
-        defaults={"peers": _MANAGERS, "rounds": 1, "saves": 1, "restores": 2},
+        defaults={"peers": ["rpsave", "orbax_rp", "orbax_tuned"], "rounds": 1, "saves": 1, "restores": 2},
     ),
     "one_array": Case(
         "one float32 array replicated on 8 devices: the original proposal's case at a quarter of its 4.3 GB, "
