@@ -26,7 +26,7 @@ def modes_table(results: Results, measures: tuple[Measure, ...], blocking: Measu
         values, more = blocking.values(results, CASE, peer), "–"
         if plain and values and peer != _PLAIN:
             more = f"{statistics.median(values) - statistics.median(plain):+.3f}"
-        engines = {save["own_stats"].get("engine", "–") for trial in measured for save in trial["saves"]}
+        engines = {own.get("engine", "–") for trial in measured for save in trial["saves"] for own in save["own_stats"]}
         rows.append(
             [
                 PEERS[peer].label,
