@@ -297,8 +297,12 @@ CASES = {
         build=_example,
         axes=(("data", 2),),
         kinds=("loop",),
-        # Not torch's, which cannot take the state of a JAX loop.
-        defaults={"peers": ["rpsave", *OTHERS], "rounds": 1, "saves": 8},
+        # JAX's serialization reads the arrays after its call has returned: it fails where the next step was given them.
+        defaults={
+            "peers": ["rpsave", *(name for name in OTHERS if name != "jax_serialization")],
+            "rounds": 1,
+            "saves": 8,
+        },
     ),
     "alongside": Case(
         "GPT-2 small in float32 with Adam moments, 446 leaves, replicated on 8 devices, beside a program that is idle "

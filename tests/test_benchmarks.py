@@ -208,8 +208,9 @@ def test_windows_with_and_without_a_save_take_turns(other_results):
 
 
 def test_loops_are_measured_with_every_peer_that_can_take_part():
-    taking_part = {name for name, entry in peers.PEERS.items() if not name.startswith("rpsave") and entry.make}
-    assert {"rpsave", *taking_part} == set(run.settings(run.parse([]), states.CASES["train_loop"]).peers)
+    able = {name for name, entry in peers.PEERS.items() if entry.make and not name.startswith("rpsave")}
+    able -= {"jax_serialization"}  # cannot save what is donated
+    assert set(run.settings(run.parse([]), states.CASES["train_loop"]).peers) == {"rpsave", *able}
 
 
 @pytest.mark.parametrize("name", ["rpsave_sync", "numpy"])
