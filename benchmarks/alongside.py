@@ -3,7 +3,10 @@
 A program that computes nothing is watched first: the memory of a save is then all its own. Then the main thread
 spins on the clock while a save is under way, and then without one; the longest time between two looks at the clock is
 the worst pause: what a callback, a data loader or a server in the same interpreter would feel. A save that needs the
-interpreter itself takes longer beside such a thread.
+interpreter itself takes longer beside such a thread. What the spinning
+thread did not run of that time (wall time less its own processor time), beyond its like without a save, is the most
+that other threads can have held the interpreter's lock: where it waited for a core because threads without the lock
+computed, that is in it, too.
 """
 
 import os
@@ -64,28 +67,31 @@ def _spun(peer: peers.Peer, step: int, state: PyTree) -> dict[str, Any]:
     _settle()
     with ThreadPoolExecutor(1) as waiter:
         peer.save(step, state)
-        began = time.perf_counter()
         save = waiter.submit(peer.wait)
-        worst_secs = _worst_pause(save.done)
-        secs = time.perf_counter() - began
+        beside = _spin(save.done)
         save.result()
     shutil.rmtree(peer.directory / str(step))
     _settle()
-    ends = time.perf_counter() + min(secs, _QUIET_SECS)
-    return {
-        "secs": secs,
-        "worst_secs": worst_secs,
-        "quiet_worst_secs": _worst_pause(lambda: time.perf_counter() > ends),
-    }
+    ends = time.perf_counter() + min(beside["secs"], _QUIET_SECS)
+    quiet = _spin(lambda: time.perf_counter() > ends)
+    return beside | {f"quiet_{name}": value for name, value in quiet.items()}
 
 
-def _worst_pause(ended: Callable[[], bool]) -> float:
-    """Spins until `ended()`; the longest time between two looks at the clock."""
-    worst, last = 0.0, time.perf_counter()
+def _spin(ended: Callable[[], bool]) -> dict[str, float]:
+    """Spins until `ended()`.
+
+    Returns:
+        Seconds: how long it took, the longest time between two looks at the clock, and how much of it the thread did
+        not run.
+    """
+    ran = time.thread_time()
+    worst, began = 0.0, time.perf_counter()
+    last = began
     while not ended():
         now = time.perf_counter()
         worst, last = max(worst, now - last), now
-    return worst
+    secs = time.perf_counter() - began
+    return {"secs": secs, "worst_secs": worst, "lost_secs": secs - (time.thread_time() - ran)}
 
 
 def _settle() -> None:

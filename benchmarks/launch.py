@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,17 +56,24 @@ def interpreter(requirements: Sequence[str]) -> str:
     return str(environment / "bin" / "python")
 
 
-def answer(request: Request, devices: int, program: tuple[str, str]) -> Answer:
+def answer(
+    request: Request, devices: int, program: tuple[str, str], variables: Mapping[str, str] = types.MappingProxyType({})
+) -> Answer:
     """The answer of a trial, run by `request.processes` processes of their own with that many CPU devices each.
 
     Args:
         program: an interpreter and a module, to be called with the request and the file for the answer.
+        variables: of the processes' environment.
 
     Raises:
         RuntimeError: a process failed, or they took too long; the message holds the end of what it printed.
     """
     request = dataclasses.replace(request, coordinator=f"127.0.0.1:{_free_port()}")
-    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        **variables,
+    }
     running, logs, answers = [], [], []
     try:
         for process in range(request.processes):
@@ -115,7 +123,7 @@ def combined(answers: Sequence[Answer]) -> Answer:
         values = [own[name] for own in answers]
         if name in _TOGETHER:
             together[name] = _TOGETHER[name](values)
-        elif isinstance(values[0], list) and isinstance(values[0][0], dict):
+        elif isinstance(values[0], list) and values[0] and isinstance(values[0][0], dict):
             together[name] = [combined(runs) for runs in zip(*values, strict=True)]
         else:
             together[name] = max(values)

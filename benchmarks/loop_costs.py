@@ -24,7 +24,7 @@ LANES = {
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What the saves of one peer cost the loop; a value a save, but for the steps.
+    """What the saves of one peer cost the loop; a value a save, but for the steps and the first call.
 
     Attributes:
         label: the peer's.
@@ -33,6 +33,7 @@ class Costs:
         extra_secs: how much longer a window with a save took than the one before it.
         extra_cpu_secs: how much more processor time it took.
         blocking_secs: for which the call blocked.
+        first_blocking_secs: for which the first call of a run blocked.
         commit_secs: from the call until the save was committed.
         quiet_steps: seconds of the steps of windows without a save.
         slow_steps: seconds of the steps that began while a save was under way.
@@ -44,6 +45,7 @@ class Costs:
     extra_secs: list[float]
     extra_cpu_secs: list[float]
     blocking_secs: list[float]
+    first_blocking_secs: list[float]
     commit_secs: list[float]
     quiet_steps: list[float]
     slow_steps: list[float]
@@ -62,6 +64,7 @@ class Costs:
             spread([1e3 * secs for secs in self.extra_secs], 0),
             f"{100 * statistics.median(self.extra_secs) / window:.1f}",
             spread([1e3 * secs for secs in self.blocking_secs], 1),
+            spread([1e3 * secs for secs in self.first_blocking_secs], 1),
             spread(self.commit_secs, 2),
             spread(self.extra_cpu_secs, 2),
             f"{1e3 * quiet:.0f} ({max(self.quiet_steps) / quiet:.2f})",
@@ -72,7 +75,8 @@ class Costs:
 
 def costs(results: Results, case: str, peer: str) -> Costs | None:
     """What was measured of a peer; None where nothing was."""
-    windows = [window for trial in trials(results, "loop", case, peer) for window in trial["windows"]]
+    found = trials(results, "loop", case, peer)
+    windows = [window for trial in found for window in trial["windows"]]
     if not windows:
         return None
     quiet, saving = windows[::2], windows[1::2]
@@ -84,6 +88,7 @@ def costs(results: Results, case: str, peer: str) -> Costs | None:
         extra_secs=[with_save["secs"] - without["secs"] for without, with_save in pairs],
         extra_cpu_secs=[with_save["cpu_secs"] - without["cpu_secs"] for without, with_save in pairs],
         blocking_secs=[window["blocking_secs"] for window in saving],
+        first_blocking_secs=[trial["first_blocking_secs"] for trial in found],
         commit_secs=[window["commit_secs"] for window in saving],
         quiet_steps=[secs for window in quiet for secs in window["step_secs"]],
         slow_steps=[secs for window in saving for secs in window["step_secs"][: window["steps_beside_save"]]],
@@ -120,6 +125,7 @@ def section(results: Results, case: str) -> list[str]:
         "a save costs, ms",
         f"of {steps} steps, %",
         "blocking, ms",
+        "of the run's first save",
         "to commit, s",
         "CPU-s",
         "quiet step, ms (worst ÷ median)",

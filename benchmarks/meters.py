@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+_READ_NBYTES = 8 << 20
+
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
@@ -131,3 +133,11 @@ def drop_from_page_cache(directory: Path) -> None:
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+
+
+def read_into_page_cache(directory: Path) -> None:
+    """Makes the files below `directory` warm."""
+    for path in files_under(directory):
+        with path.open("rb", buffering=0) as file:
+            while file.read(_READ_NBYTES):
+                pass

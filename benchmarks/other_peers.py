@@ -53,6 +53,8 @@ class JaxSerialization(Peer):
 class NumpyFile(Peer):
     """`np.savez` of each leaf's first replica, flushed to the disk and renamed; the caller waits for all of it."""
 
+    synchronous = True
+
     def _save(self, step: int, state: PyTree) -> None:
         partial = self.directory / f"{step}.partial"
         partial.mkdir(parents=True)

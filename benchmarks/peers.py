@@ -15,7 +15,15 @@ PyTree = Any
 
 
 class Peer(abc.ABC):
-    """A checkpointer that writes `<directory>/<step>/`."""
+    """A checkpointer that writes `<directory>/<step>/`.
+
+    Attributes:
+        synchronous: a save is committed when its call returns.
+        budget_bytes: of staging memory, where the peer has to keep one; known once it is prepared.
+    """
+
+    synchronous = False
+    budget_bytes: int | None = None
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = directory
@@ -43,9 +51,13 @@ class Peer(abc.ABC):
     @abc.abstractmethod
     def close(self) -> None: ...
 
-    def read(self, step: int) -> bool:
-        """Reads and verifies the saved state to the host and puts it nowhere; False where the peer has no such way."""
-        return False
+    def read(self, step: int) -> PyTree | None:
+        """The saved state as NumPy arrays, placed nowhere; None where the peer has no such way."""
+        return None
+
+    def place(self, values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+        """Puts a leaf that was read where a restore would."""
+        return jax.device_put(values, sharding)
 
     def stats(self) -> dict[str, Any]:
         """The peer's own account of its last save, where it gives one."""
@@ -113,18 +125,25 @@ class OrbaxPyTree(OrbaxDefault):
         restore_args = ocp.checkpoint_utils.construct_restore_args(target)
         return self._manager.restore(step, args=ocp.args.PyTreeRestore(target, restore_args=restore_args))
 
+    def read(self, step: int) -> PyTree:
+        tree = self._manager.item_metadata(step).tree
+        restore_args = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+        return self._manager.restore(step, args=ocp.args.PyTreeRestore(restore_args=restore_args))
+
 
 class RPSave(Peer):
-    """This project with its defaults (checksums on), but for keys of some blocks of the configuration.
+    """This project with its defaults (checksums on), but for keys of the configuration.
 
     The directory is a path or an s3:// URL.
     """
 
-    def __init__(self, directory: Path | str, **blocks: dict[str, Any]) -> None:
+    def __init__(self, directory: Path | str, **settings: Any) -> None:
         super().__init__(directory)
         from flax_rpsave import CheckpointCallback  # so that a trial of another peer does not load it
 
-        self._checkpoint = CheckpointCallback({"directory": str(directory), **blocks})
+        self._settings = {"directory": str(directory), **settings}
+        self._checkpoint = CheckpointCallback(self._settings)
+        self.synchronous = not settings.get("async_save", True)
 
     def prepare(self, state: PyTree) -> None:
         self._checkpoint.resume(state)
@@ -139,17 +158,43 @@ class RPSave(Peer):
     def restore(self, step: int, target: PyTree) -> PyTree:
         return self._checkpoint.resume(target, step=step)[0]
 
-    def read(self, step: int) -> bool:
+    def read(self, step: int) -> PyTree:
         from flax_rpsave import load
 
-        load(self.directory, step=step)
-        return True
+        return load(self.directory, step=step)
+
+    def place(self, values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+        from flax_rpsave.restore import (
+            put,
+        )  # a restore places each leaf as it has been read: nothing public does it alone
+
+        return put(values, sharding, "a leaf")
 
     def close(self) -> None:
         self._checkpoint.close()
 
     def stats(self) -> dict[str, Any]:
         return dataclasses.asdict(self._checkpoint.stats)
+
+
+class RPSaveWithin(RPSave):
+    """The same with `max_staging_gb`.
+
+    Args:
+        share: the budget, as a part of what this process saves of the state.
+    """
+
+    def __init__(self, directory: Path | str, share: float) -> None:
+        super().__init__(directory)
+        self._share = share
+
+    def prepare(self, state: PyTree) -> None:
+        from flax_rpsave import CheckpointCallback, plan
+
+        self._checkpoint.close()
+        self.budget_bytes = int(self._share * plan(state).process_bytes[jax.process_index()])
+        self._checkpoint = CheckpointCallback(self._settings | {"max_staging_gb": self.budget_bytes / 1e9})
+        super().prepare(state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +208,7 @@ class Entry:
         program: the module that does its trials.
         requirements: what pip is to install into an environment of its own, in which the program runs; it must not need
             JAX then. None: the program runs in this one.
+        environment: variables that its processes get.
     """
 
     label: str
@@ -170,6 +216,7 @@ class Entry:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     program: str = "benchmarks.trial"
     requirements: tuple[str, ...] = ()
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def open(self, directory: Path) -> Peer:
         return self.make(directory, **self.options)
@@ -192,6 +239,14 @@ PEERS = {
         "flax_rpsave, check_divergence: fail", RPSave, {"replica_parallel": {"check_divergence": "fail"}}
     ),
     "rpsave_single": Entry("flax_rpsave, single-replica", RPSave, {"replica_parallel": {"enable": False}}),
+    "rpsave_budget_half": Entry("flax_rpsave, max_staging_gb: 1/2 of the slices", RPSaveWithin, {"share": 1 / 2}),
+    "rpsave_budget_quarter": Entry("flax_rpsave, max_staging_gb: 1/4 of the slices", RPSaveWithin, {"share": 1 / 4}),
+    "rpsave_files": Entry("flax_rpsave, use_ocdbt: false", RPSave, {"storage": {"use_ocdbt": False}}),
+    "rpsave_tensorstore": Entry(
+        "flax_rpsave, RPSAVE_ENGINE=tensorstore", RPSave, environment={"RPSAVE_ENGINE": "tensorstore"}
+    ),
+    "rpsave_blosc": Entry("flax_rpsave, compression: blosc", RPSave, {"storage": {"compression": "blosc"}}),
+    "rpsave_sync": Entry("flax_rpsave, async_save: false", RPSave, {"async_save": False}),
     "orbax_default": Entry("Orbax defaults", OrbaxDefault),
     "orbax_rp": Entry("Orbax replica-parallel", OrbaxPyTree, {"replica_parallel": True}),
     "orbax_single": Entry("Orbax single-replica", OrbaxPyTree, {"replica_parallel": False}),
@@ -203,3 +258,18 @@ PEERS = {
     "torch_dcp": Entry("torch DCP, synchronous", **_TORCH),
     "torch_dcp_async": Entry("torch DCP, asynchronous", **_TORCH),
 }
+
+OTHERS = [
+    name for name, entry in PEERS.items() if entry.program == "benchmarks.trial" and not name.startswith("rpsave")
+]
+"""Those that run in this environment and are not this project."""
+MODES = [
+    "rpsave",
+    "rpsave_budget_half",
+    "rpsave_budget_quarter",
+    "rpsave_files",
+    "rpsave_tensorstore",
+    "rpsave_blosc",
+    "rpsave_sync",
+]
+"""This project's ways to save."""

@@ -24,12 +24,18 @@ def _row(results: Results, case: str, peer: str) -> list[str]:
         PEERS[peer].label,
         spread([1e3 * spin["worst_secs"] for spin in spins], 1),
         spread([1e3 * spin["quiet_worst_secs"] for spin in spins], 1),
+        spread([1e3 * lock_secs(spin) for spin in spins], 0),
         spread([spin["secs"] for spin in spins], 2),
         spread([1e3 * save["blocking_secs"] for save in warm], 0),
         spread([save["cpu_secs"] / gigabytes for save in warm], 2),
         spread([max(save["over_state_mb"]) / 1e3 for save in warm], 2),
         spread([statistics.mean(_beside(save)) / 1e3 for save in warm], 2),
     ]
+
+
+def lock_secs(spin: dict[str, float]) -> float:
+    """What a save took from the main thread: the most that its threads held the interpreter's lock."""
+    return spin["lost_secs"] - spin["quiet_lost_secs"] * spin["secs"] / spin["quiet_secs"]
 
 
 def _beside(save: dict[str, Any]) -> list[int]:
@@ -53,6 +59,7 @@ def section(results: Results, case: str) -> list[str]:
     headings = [
         "worst pause beside a save, ms",
         "worst without one, ms",
+        "lock held at most, ms a save",
         "a save beside a spinning thread, s",
         "blocking, ms",
         "CPU-s a GB",

@@ -11,7 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import compression, loop_costs, memory_growth, planning, plots, program_costs, scaling
+from benchmarks import (
+    compression,
+    gpu,
+    loop_costs,
+    memory_growth,
+    modes,
+    planning,
+    plots,
+    program_costs,
+    restore_costs,
+    scaling,
+)
 from benchmarks.launch import ROOT
 from benchmarks.measures import BLOCKING, COMMIT, CPU, PEAK, RESTORE, RESTORING, SAVING
 from benchmarks.peers import PEERS
@@ -88,8 +99,13 @@ def case_section(results: Results, name: str) -> list[str]:
         lines += [*judged, ""]
     if saved(results, name):
         lines += [f"![Blocking and time to commit of each peer](img/{name}.png)", ""]
+    if name == modes.CASE:
+        saving = modes.modes_table(results, (PEAK, BLOCKING, COMMIT, CPU), BLOCKING)
+    else:
+        saving = peer_table(results, name, SAVING, engines=True)
     for title, body in (
-        ("Saving (warm saves; medians, min–max)", peer_table(results, name, SAVING, engines=True)),
+        ("Saving (warm saves; medians, min–max)", saving),
+        *restore_costs.tables(results, name),
         ("Restoring from cold files (warm process; medians, min–max)", peer_table(results, name, RESTORING)),
         ("Limits of the machine for as many bytes, in the same run", limits_table(results, name)),
     ):
@@ -124,7 +140,7 @@ def origin(results: Results, source: str) -> str:
 def render(results: Results, source: str) -> str:
     """A results file's part of the page."""
     lines = [origin(results, source), ""]
-    for key, part in (("planning", planning), ("compression", compression)):
+    for key, part in (("planning", planning), ("compression", compression), ("gpu", gpu)):
         if key in results:
             lines += part.section(results)
     if "trials" in results:

@@ -3,7 +3,7 @@
     ./scripts/bench                                    every peer, both cases, 3 rounds: about half an hour on 2 cores
     ./scripts/bench --quick                            a tiny state, one round, two peers: does it all still work?
     ./scripts/bench --scaling                          1 to 8 hosts with a network card of 4 MB/s each: 11 minutes
-    ./scripts/bench --case train_loop                  any other case: its peers and rounds, within some 6 minutes
+    ./scripts/bench --case alongside                   any other case: its peers, some 6 minutes (train_loop: 25)
     ./scripts/bench --case gpt2_small --peers rpsave,orbax_rp --rounds 1 --scale 0.1
 
 Round robin: in each round the machine's limits are measured and every peer has its turn (another one goes first in each
@@ -29,14 +29,14 @@ from typing import Any
 
 from benchmarks import launch, meters, object_store
 from benchmarks.launch import ROOT
-from benchmarks.peers import PEERS
+from benchmarks.peers import OTHERS, PEERS
 from benchmarks.request import LEAVES, Request
 from benchmarks.states import CASES, Case, leaf_shapes, state_bytes
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "numpy", "xxhash")
 _DEFAULTS = {
     "case": ["gpt2_small", "one_array"],
-    "peers": [name for name in PEERS if name not in ("rpsave_single", "torch_dcp", "torch_dcp_async")],
+    "peers": ["rpsave", "rpsave_unchecked", "rpsave_check", *OTHERS],
     "rounds": 3,
     "saves": 3,
     "restores": 1,
@@ -171,7 +171,9 @@ class Bench:
                 self._trials(name, "", turn, options.scale, {"machine": 0})
             first = turn % max(1, len(peers))
             for peer in peers[first:] + peers[:first]:
-                repeats = {kind: options.restores if kind == "restore" else options.saves for kind in case.kinds}
+                repeats = {
+                    kind: options.restores if kind.startswith("restore") else options.saves for kind in case.kinds
+                }
                 if case.throttled and (peer == "rpsave_single" or case.replicas == 1):
                     # One host writes everything: it takes as long whatever the number of hosts, and minutes in all.
                     repeats["throttled_save"] = 1
@@ -209,7 +211,7 @@ class Bench:
         Path(directory, LEAVES).write_text(json.dumps(leaf_shapes(case.build(scale))))
         with object_store.served() if case.throttled else contextlib.nullcontext(0) as port:
             request = dataclasses.replace(request, server_port=port, bytes_per_sec=options.card)
-            return launch.answer(request, case.devices, (python, program))
+            return launch.answer(request, case.devices, (python, program), entry.environment if entry else {})
 
 
 def summary(trial: dict[str, Any]) -> str:
@@ -229,6 +231,10 @@ def summary(trial: dict[str, Any]) -> str:
     if trial["kind"] == "restore":
         times = " ".join(f"{restore['restore_secs']:.2f}" for restore in trial["restores"])
         return f"{head}{times} s, bit-equal: {all(restore['bit_equal'] for restore in trial['restores'])}"
+    if trial["kind"] == "restore_variants":
+        last = {restore["variant"]: restore for restore in trial["restores"]}
+        times = ", ".join(f"{variant} {restore['restore_secs']:.2f} s" for variant, restore in last.items())
+        return f"{head}{times}, bit-equal: {all(restore['bit_equal'] for restore in trial['restores'])}"
     if trial["kind"] == "loop":
         pairs = zip(trial["windows"][::2], trial["windows"][1::2], strict=True)
         costs = " ".join(f"{(saving['secs'] - quiet['secs']) * 1e3:.0f}" for quiet, saving in pairs)

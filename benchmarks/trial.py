@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from benchmarks import alongside, limits, meters, peers, states, throttled
+from benchmarks import alongside, limits, meters, peers, restores, states, throttled
 from benchmarks.request import IDLE_SECS, Request
 
 _MOST_DONATED = 1000
@@ -60,7 +60,8 @@ def save(request: Request) -> dict[str, Any]:
         record = meters.save_record(blocking_secs, usage, baseline, root / "checkpoints" / str(step))
         saves.append(record | {"own_stats": peer.stats()})
     peer.close()
-    return {"setup_secs": setup_secs, "saves": saves}
+    budget = {} if peer.budget_bytes is None else {"budget_bytes": peer.budget_bytes}
+    return {"setup_secs": setup_secs, "saves": saves} | budget
 
 
 def restore(request: Request) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def restore(request: Request) -> dict[str, Any]:
         if request.processes == 1:
             meters.drop_from_page_cache(root / "checkpoints")
             began = time.perf_counter()
-            if peer.read(step):
+            if peer.read(step) is not None:
                 restores[-1]["read_secs"] = time.perf_counter() - began
         peer.close()
     return {"restores": restores}
@@ -148,6 +149,7 @@ def machine(request: Request) -> dict[str, Any]:
 KINDS: dict[str, Callable[[Request], dict[str, Any]]] = {
     "save": save,
     "restore": restore,
+    "restore_variants": restores.restore_variants,
     "soak": soak,
     "machine": machine,
     "throttled_save": throttled.save,

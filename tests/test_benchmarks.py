@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ import pytest
 
 import flax_rpsave
 from benchmarks import (
+    alongside,
     compression,
     gpu,
     launch,
@@ -24,18 +26,26 @@ from benchmarks import (
     measures,
     memory_growth,
     memory_watch,
+    meters,
+    modes,
     peers,
     planning,
+    program_costs,
     report,
+    restores,
     run,
     scaling,
     states,
     tables,
     targets,
+    train_loop,
     trial,
 )
 
 ROOT = Path(__file__).parent.parent
+
+
+TINY = ["--rounds", "1", "--saves", "1", "--restores", "0", "--scale", "0.001"]
 
 
 def bench(directory, *arguments):
@@ -50,15 +60,19 @@ def bench(directory, *arguments):
 def bench_here(directory, *arguments):
     """The same, but the trials run in this process one after the other: they do what they do, and only cost less."""
 
-    def answer(request, devices, program):
+    def answer(request, devices, program, variables):
         try:
-            return launch.combined([trial.answer(request)])
+            with pytest.MonkeyPatch.context() as variables_set:
+                for name, value in variables.items():
+                    variables_set.setenv(name, value)
+                return launch.combined([trial.answer(request)])
         finally:
             gc.enable()
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peers warn as they like in a process of their own
         patch.setattr(launch, "answer", answer)
+        patch.setattr(trial, "IDLE_SECS", 0)
         assert run.main([*arguments, "--dir", str(directory), "--out", str(directory / "results.json")]) == 0
     return results_of(directory)
 
@@ -73,15 +87,23 @@ def results(tmp_path_factory):
     return bench_here(tmp_path_factory.mktemp("bench"), "--quick", "--case", "replicas_3")
 
 
-LOCAL = ["sharded_4x2"]
+LOCAL = ["one_array", "one_array_full", "huge_leaves", "sharded_4x2", "small_leaves"]
+"""Besides `replicas_3`; `replicas_11` needs more devices than the tests have."""
 
 
 @pytest.fixture(scope="module")
 def other_results(tmp_path_factory):
     """Of other cases that one process can run."""
     cases = [argument for name in (*LOCAL, "train_loop", "alongside") for argument in ("--case", name)]
-    tiny = ["--scale", "0.001", "--saves", "1", "--restores", "0", "--peers", "rpsave"]
-    return bench_here(tmp_path_factory.mktemp("cases"), *cases, *tiny)
+    return bench_here(tmp_path_factory.mktemp("cases"), *cases, *TINY, "--peers", "rpsave")
+
+
+def with_few_leaves(case, directory, *arguments):
+    """Results of a case of GPT-2 small whose 446 leaves are the 4 of another case: these compile in no time."""
+    few = dataclasses.replace(states.CASES[case], build=states.CASES["huge_leaves"].build)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(states.CASES, case, few)
+        return bench_here(directory, "--case", case, *TINY, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +178,8 @@ def test_every_case_saves_and_restores(other_results):
     for case in LOCAL:
         assert ("machine", case) in ran
         assert ran["save", case]["saves"][-1]["stored_bytes"] > 0
+        if "restore" not in states.CASES[case].kinds:
+            continue
         (restore,) = ran["restore", case]["restores"]
         assert restore["bit_equal"]
         assert restore["read_secs"] > 0
@@ -185,6 +209,30 @@ def test_windows_with_and_without_a_save_take_turns(other_results):
         assert (0 < window["blocking_secs"] <= window["commit_secs"]) == window["saves"]
         assert (window["steps_beside_save"] > 0) == window["saves"]
         assert window["secs"] > max(sum(window["step_secs"]), window["commit_secs"])
+    assert loop["first_blocking_secs"] > 0, "of the first pair of windows, which is left out"
+
+
+def test_loops_are_measured_with_every_peer_that_can_take_part():
+    able = {name for name, entry in peers.PEERS.items() if entry.make and not name.startswith("rpsave")}
+    able -= {"jax_serialization"}  # cannot save what is donated
+    assert set(run.settings(run.parse([]), states.CASES["train_loop"]).peers) == {"rpsave", *able}
+
+
+@pytest.mark.parametrize("name", ["rpsave_sync", "numpy"])
+def test_no_step_is_beside_a_save_that_is_over_when_the_call_returns(tmp_path, name):
+    class Training:
+        def __init__(self):
+            self.state, self.done = {"w": jax.numpy.ones(8)}, 0
+
+        def step(self):
+            self.done += 1
+
+    peer = peers.PEERS[name].open(tmp_path)
+    with ThreadPoolExecutor(1) as waiter:
+        quiet, saving = [train_loop._window(Training(), peer, waiter, saves=saves) for saves in (False, True)]
+    peer.close()
+    assert saving["steps_beside_save"] == 0
+    assert quiet["commit_secs"] == 0 < saving["blocking_secs"] <= saving["commit_secs"]
 
 
 def test_every_stage_of_a_save_is_in_its_timeline(other_results):
@@ -207,6 +255,87 @@ def test_memory_and_pauses_are_measured_beside_a_save(other_results):
     (spin,) = found["spun"]
     assert 0 < spin["worst_secs"] <= spin["secs"]
     assert spin["quiet_worst_secs"] > 0
+    assert program_costs.lock_secs(spin) <= spin["lost_secs"] + 1e-3
+    assert spin["lost_secs"] < spin["secs"]
+
+
+def test_a_thread_that_holds_the_lock_takes_it_from_the_spinning_one():
+    def hold(secs):
+        ends = time.thread_time() + secs  # of its own processor time, so that the lock was held for it
+        while time.thread_time() < ends:
+            pass
+
+    with ThreadPoolExecutor(1) as other:
+        held = other.submit(hold, 0.2)
+        spin = alongside._spin(held.done)
+        held.result()
+    assert spin["lost_secs"] >= 0.19
+    assert spin["worst_secs"] <= spin["lost_secs"] <= spin["secs"]
+
+
+def test_cost_of_the_lock_is_what_was_lost_beyond_a_quiet_spin():
+    spin = {"secs": 2.0, "lost_secs": 0.5, "quiet_secs": 1.0, "quiet_lost_secs": 0.1}
+    assert program_costs.lock_secs(spin) == pytest.approx(0.3)
+
+
+def test_every_way_to_save_is_measured_with_its_budget_and_engine(tmp_path):
+    found = with_few_leaves(modes.CASE, tmp_path)
+    saved = {each["peer"]: each for each in found["trials"] if each["kind"] == "save"}
+    assert list(saved) == peers.MODES
+    assert {peer for peer in saved if "budget_bytes" in saved[peer]} == {"rpsave_budget_half", "rpsave_budget_quarter"}
+    nbytes = found["cases"][modes.CASE]["state_bytes"]
+    assert saved["rpsave_budget_half"]["budget_bytes"] == pytest.approx(nbytes / 2, rel=0.01)
+    own = {peer: each["saves"][-1]["own_stats"][0] for peer, each in saved.items()}
+    assert own["rpsave_tensorstore"]["engine"] == own["rpsave_blosc"]["engine"] == "tensorstore"
+    assert saved["rpsave_files"]["saves"][-1]["files"] > saved["rpsave"]["saves"][-1]["files"]
+    assert saved["rpsave_blosc"]["saves"][-1]["stored_bytes"] < saved["rpsave"]["saves"][-1]["stored_bytes"]
+    rows = [line for line in report.render(found, "results.json").splitlines() if line.startswith("| flax")]
+    half = next(row for row in rows if "1/2 of the slices" in row)
+    assert f"| {saved['rpsave_budget_half']['budget_bytes'] / 1e9:.3f} |" in half
+
+
+def test_restores_are_measured_from_the_page_cache_and_onto_other_targets(tmp_path):
+    case = "gpt2_small_restores"
+    found = with_few_leaves(case, tmp_path, "--restores", "1", "--peers", "rpsave,orbax_rp")
+    ran = {each["peer"]: each for each in found["trials"] if each["kind"] == "restore_variants"}
+    for peer in ("rpsave", "orbax_rp"):
+        assert [(run["turn"], run["variant"]) for run in ran[peer]["restores"]] == [
+            (turn, variant) for turn in (0, 1) for variant in restores.VARIANTS
+        ]
+        for restored in ran[peer]["restores"]:
+            assert restored["bit_equal"], restored["differences"]
+        assert [placed["target"] for placed in ran[peer]["placements"]] == 2 * [
+            restores.SAME, restores.OTHER, restores.ONE
+        ]  # fmt: skip
+        for placed in ran[peer]["placements"]:
+            assert placed["bytes"] == found["cases"][case]["state_bytes"]
+            assert placed["place_secs"] > 0
+        on_one = ran[peer]["placements"][-1]
+        assert on_one["shared_bytes"] == 0, "one device has no replicas"
+    body = report.render(found, "results.json")
+    for text in ("| one device, cold |", "memcpy of the state", "placed, s"):
+        assert text in body
+
+
+def test_restore_onto_another_mesh_is_verified_by_its_own_shards(tmp_path):
+    case = states.CASES["one_array"]
+    abstract = case.abstract(0.0001)
+    _, digests = states.materialize(abstract, seed=3)
+    assert states.digests_of(abstract, seed=3) == digests
+    other = dataclasses.replace(case, axes=(("model", 4), ("data", 2)), spec=states.over_model).abstract(0.0001)
+    state, elsewhere = states.materialize(other, seed=3)
+    assert len(elsewhere[0]) == 4
+    assert states.differences(state, other, states.digests_of(other, seed=3)) == []
+    assert states.differences(state, other, states.digests_of(other, seed=4)) != []
+
+
+def test_files_that_were_read_are_in_the_page_cache(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    meters.drop_from_page_cache(tmp_path)
+    meter = meters.Meter()
+    meter.start()
+    meters.read_into_page_cache(tmp_path)
+    assert meter.stop().called_read_bytes >= 1 << 20
 
 
 def test_memory_watch_sees_what_is_allocated_and_freed():
@@ -230,7 +359,15 @@ def loop_of(peer, *pairs):
                 "step_secs": [*steps, *[1.0] * (10 - len(steps))], "steps_beside_save": len(steps)}  # fmt: skip
 
     windows = [each for quiet, saving, slow in pairs for each in (window(False, quiet, []), window(True, saving, slow))]
-    return {"kind": "loop", "case": "train_loop", "peer": peer, "error": None, "windows": windows, "spans": []}
+    return {
+        "kind": "loop",
+        "case": "train_loop",
+        "peer": peer,
+        "error": None,
+        "windows": windows,
+        "spans": [],
+        "first_blocking_secs": 0.2,
+    }
 
 
 def test_costs_of_a_loop_are_differences_of_neighbouring_windows():
@@ -481,9 +618,6 @@ def test_pages_show_pictures_that_are_there(page):
     assert [name for name in shown if not ((ROOT / page).parent / name).is_file()] == []
 
 
-TINY = ["--rounds", "1", "--saves", "1", "--restores", "0", "--scale", "0.001"]
-
-
 def test_processes_save_together_and_each_restores(tmp_path):
     case = "mlp_4_processes"
     found = bench(tmp_path, "--case", case, "--peers", "rpsave", *TINY)
@@ -565,8 +699,6 @@ def test_object_store_keeps_the_conditions_that_databases_rely_on():
 
 
 def test_case_that_does_not_fit_in_memory_is_skipped_and_says_so(monkeypatch, capsys):
-    from benchmarks import meters
-
     monkeypatch.setattr(meters, "available_bytes", lambda: 10**9)
     entry = run.Bench(run.parse(["--case", "one_array"])).run_case("one_array")
     assert "needs 12 GB of memory, and 1 GB are available" in entry["skipped"]
@@ -597,19 +729,37 @@ def test_gpu_script_runs_on_any_device(tmp_path, capsys, monkeypatch):
     fewer = dataclasses.replace(states.CASES["gpt2_small"], build=states.CASES["replicas_3"].build)
     monkeypatch.setitem(states.CASES, "gpt2_small", fewer)  # 74 leaves compile in a third of the time of 446
     out = tmp_path / "gpu.json"
-    tiny = ["--scale", "0.001", "--rounds", "1", "--seconds", "0.2", "--size", "64"]
+    tiny = ["--scale", "0.001", "--rounds", "2", "--minutes", "0", "--seconds", "0.2", "--size", "64"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as in `bench_here`
         gpu.main([*tiny, "--dir", str(tmp_path), "--out", str(out)])
-    found = json.loads(out.read_text())
-    assert set(found["dtypes"]) == {"float32", "bfloat16"}
-    assert found["dtypes"]["bfloat16"]["state_bytes"] < 0.51 * found["dtypes"]["float32"]["state_bytes"]
-    for case in found["dtypes"].values():
+    results = json.loads(out.read_text())
+    assert results["environment"]["command"].startswith("python -m benchmarks.gpu --scale 0.001")
+    assert results["environment"]["commit"]
+    found = results["gpu"]["cases"]
+    assert found.keys() == gpu.CASES.keys()
+    float32, bfloat16, _ = [case["state_bytes"] for case in found.values()]
+    assert bfloat16 < 0.51 * float32
+    for case in found.values():
+        assert case["peers"].keys() == set(gpu.PEERS)
         for peer in case["peers"].values():
-            assert len(peer["blocking_secs"]) == len(peer["commit_secs"]) == 1
+            assert len(peer["blocking_secs"]) == len(peer["commit_secs"]) == 1, "no time is left for a second turn"
             assert peer["loop_step_secs"]
+            assert "device_peak_over_state_bytes" in peer
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.json"]
-    assert "flax_rpsave" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 of 2 turns: the time is used up" in printed
+    page = report.render(results, "gpu.json")
+    for text in ("One accelerator", "| flax_rpsave |", "| Orbax tuned, replica-parallel |", *gpu.CASES):
+        assert text in printed
+        assert text in page
+    report.main([str(out), "--print"], show=lambda body: None)
+
+
+def test_peak_of_device_memory_that_an_earlier_peer_has_set_is_only_a_bound():
+    assert gpu._device_peak({"before": 0, "after": 1_500_000_000}) == "1.50"
+    assert gpu._device_peak({"before": 1_500_000_000, "after": 1_500_000_000}) == "≤ 1.50"
+    assert gpu._device_peak(None) == "–"
 
 
 def test_compression_script_compares_codecs_on_a_checkpoint(tmp_path):
