@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import sys
 import tempfile
 import threading
 import weakref
@@ -243,19 +244,25 @@ def test_short_writes_are_continued(tmp_path, monkeypatch, most):
     check(tmp_path, 1)
 
 
+@pytest.mark.parametrize("call", ["open", "pwrite"])
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_writes_that_are_refused_go_through_the_page_cache_and_later_saves_through_tensorstore(
-    tmp_path, monkeypatch, caplog, code
+def test_direct_writes_that_are_refused_go_through_the_page_cache_and_later_saves_through_tensorstore(
+    tmp_path, monkeypatch, caplog, call, code
 ):
-    pwrite, refused = os.pwrite, []
+    real, refused = getattr(os, call), []
 
-    def picky(descriptor, data, offset):
-        if is_direct(descriptor) and len(data) > ALIGNMENT:  # a probe would not show it
-            refused.append(offset)
+    def picky(first, *arguments):
+        asked = (
+            arguments[0] & os.O_DIRECT and ".probe" not in first
+            if call == "open"
+            else is_direct(first) and len(arguments[0]) > ALIGNMENT  # a probe would not show it
+        )
+        if asked:
+            refused.append(first)
             raise OSError(code, os.strerror(code))
-        return pwrite(descriptor, data, offset)
+        return real(first, *arguments)
 
-    monkeypatch.setattr(os, "pwrite", picky)
+    monkeypatch.setattr(os, call, picky)
     monkeypatch.setattr(engines, "is_on_local_disk", lambda path: True)
     caplog.set_level(logging.INFO, "flax_rpsave")
     names = []
@@ -387,6 +394,43 @@ def test_a_save_in_several_groups_is_one_data_file(tmp_path):
 
 
 # Which engine a save gets
+
+
+class FileSystem:
+    """The system's library, which says that every directory is on a file system of this magic number."""
+
+    def __init__(self, magic):
+        self._magic = magic
+        self._real = direct_file._libc
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+    def statfs(self, path, buffer):
+        word = self._magic.to_bytes(direct_file.ctypes.sizeof(direct_file.ctypes.c_long), sys.byteorder)
+        direct_file.ctypes.memmove(buffer, word, len(word))
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("magic", "is_local"),
+    [(0x6969, False), (0xFF534D42, False), (0x65735546, False), (0x0BD00BD0, False), (0x01021994, False), (0xEF53, True)],
+    ids=["nfs", "cifs", "fuse", "lustre", "tmpfs", "ext4"],
+)
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_what_is_not_on_a_disk_of_this_machine_is_written_by_tensorstore_unasked(
+    tmp_path, monkeypatch, magic, is_local, use_ocdbt
+):
+    probed = []
+    monkeypatch.setattr(direct_file, "_libc", FileSystem(magic))
+    monkeypatch.setattr(engines, "_probe", lambda *arguments: probed.append(arguments) or 1.0)
+    with run(tmp_path, storage={"use_ocdbt": use_ocdbt}) as checkpoint:
+        checkpoint(1, state_at(1))
+        checkpoint.wait()
+        assert checkpoint.stats.engine == ("direct" if is_local else "tensorstore")
+    assert bool(probed) == is_local
+    monkeypatch.undo()
+    check(tmp_path, 1)
 
 
 @pytest.mark.parametrize("use_ocdbt", [True, False])
