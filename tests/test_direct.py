@@ -414,7 +414,14 @@ class FileSystem:
 
 @pytest.mark.parametrize(
     ("magic", "is_local"),
-    [(0x6969, False), (0xFF534D42, False), (0x65735546, False), (0x0BD00BD0, False), (0x01021994, False), (0xEF53, True)],
+    [
+        (0x6969, False),
+        (0xFF534D42, False),
+        (0x65735546, False),
+        (0x0BD00BD0, False),
+        (0x01021994, False),
+        (0xEF53, True),
+    ],
     ids=["nfs", "cifs", "fuse", "lustre", "tmpfs", "ext4"],
 )
 @pytest.mark.parametrize("use_ocdbt", [True, False])
