@@ -248,7 +248,7 @@ class Snapshotter:
             return 0 if self._is_saved_by_another(layout) else layout.nbytes
         here = zip(layout.mesh.device_ids, layout.mesh.processes, strict=True)
         replicas = [layout.place(device)[0] for device, process in here if process == self._process]
-        return sum(np.count_nonzero(plan.owners == replica) for replica in replicas) * plan.slice_nbytes
+        return sum(int(np.count_nonzero(plan.owners == replica)) for replica in replicas) * plan.slice_nbytes
 
     def _is_saved_by_another(self, layout: LeafLayout) -> bool:
         """Whether every process has the leaf for itself, and this one is not process 0, which saves its own."""
