@@ -129,7 +129,13 @@ class CheckpointConfig(Block):
     item: str | None = setting(item_name(), None)
     """Sub-item of a step's directory. None: `default`, and on reading the only one there is."""
     max_staging_gb: float | None = setting(positive(nullable=True), None)
-    """Memory for snapshots, in GB (10⁹ bytes) a process, device and host each; None sets no limit."""
+    """Memory for snapshots, in GB (10⁹ bytes) a process, device and host each; None sets no limit.
+
+    A save that needs more goes in groups, and the call waits until all but the last are written. A slice (times the
+    devices of the process that copy one at once) and a host value are not divided: where one is larger than this, it is
+    copied all the same, and a warning names its leaf and the memory that it takes. Freed memory that the allocator
+    keeps, and 16 MiB of buffers of direct writes, are not counted.
+    """
     replica_parallel: ReplicaParallelConfig = setting(Nested(ReplicaParallelConfig), ReplicaParallelConfig())
     """How the replicas of a shard share the work."""
     storage: StorageConfig = setting(Nested(StorageConfig), StorageConfig())

@@ -9,6 +9,7 @@ wherever the directory is a path and nothing compresses, without asking whether 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import time
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorstore as ts
 
-from flax_rpsave.blocks import Buffers, Helper, new_buffers
+from flax_rpsave.blocks import Block, BlockWriter, Buffers, Helper, Part, Value, new_buffers, plain_value
 from flax_rpsave.chunk_files import ChunkFilesEngine
 from flax_rpsave.config import StorageConfig
 from flax_rpsave.direct import DirectEngine
@@ -26,7 +27,6 @@ from flax_rpsave.direct_file import (
     BLOCK_NBYTES,
     ENGINE_VARIABLE,
     DirectFile,
-    aligned_buffer,
     is_on_local_disk,
     reports_lost_writes,
 )
@@ -39,8 +39,9 @@ logger = logging.getLogger("flax_rpsave")
 
 _MODES = ("auto", "direct", "tensorstore")
 _TIMED_NBYTES = 256 << 20  # a save of less is not worth the time that a comparison takes
-_PROBE_BLOCKS = 2
-_PROBE_ROUNDS = 2
+_PROBE_BLOCKS = 2  # one for each thread
+_PROBE_ROUNDS = 2  # at least, before direct writes are taken for slower
+_PROBE_SECS = 0.3  # after which no further round begins
 _TOLERANCE = 1.25  # such a short measurement is no more exact; direct writes need less of the processor
 
 
@@ -87,21 +88,20 @@ class Engines:
           helper: The second thread; without one, TensorStore writes.
           context: TensorStore resources of the save.
         """
-        if (
-            isinstance(directory, FileDirectory)
-            and helper is not None
-            and self._writes_directly(directory, nbytes)
-            and (storage.use_ocdbt or self._mode == "direct" or reports_lost_writes(str(directory)))
-        ):
-            self._buffers = self._buffers or new_buffers()
-            engine = DirectEngine if storage.use_ocdbt else ChunkFilesEngine
-            return engine(directory, plans, describe, storage.checksum, self._buffers, helper, self._refused, nbytes)
+        if isinstance(directory, FileDirectory) and helper is not None:
+            buffers = self._buffers or new_buffers()
+            if self._writes_directly(directory, nbytes, buffers, helper) and (
+                storage.use_ocdbt or self._mode == "direct" or reports_lost_writes(str(directory))
+            ):
+                self._buffers = buffers
+                engine = DirectEngine if storage.use_ocdbt else ChunkFilesEngine
+                return engine(directory, plans, describe, storage.checksum, buffers, helper, self._refused, nbytes)
         return TensorStoreEngine(directory, plans, describe, storage, context)
 
-    def _writes_directly(self, directory: FileDirectory, nbytes: int) -> bool:
+    def _writes_directly(self, directory: FileDirectory, nbytes: int, buffers: Buffers, helper: Helper) -> bool:
         if self._direct is None:
             directory.make()
-            self._direct = is_on_local_disk(str(directory)) and _is_worth_it(directory, nbytes)
+            self._direct = is_on_local_disk(str(directory)) and _is_worth_it(directory, nbytes, buffers, helper)
         return self._direct
 
     def _refused(self) -> None:
@@ -114,39 +114,48 @@ def _takes_files(directory: Directory, storage: StorageConfig) -> bool:
     return isinstance(directory, FileDirectory) and storage.compression is None
 
 
-def _is_worth_it(directory: FileDirectory, nbytes: int) -> bool:
-    """Whether the directory's file system takes direct writes and, where the save is large, is not slower for them."""
-    timed = nbytes >= _TIMED_NBYTES
-    data = aligned_buffer(BLOCK_NBYTES if timed else ALIGNMENT)
-    data.view(np.int64)[:] = np.arange(len(data) // 8)  # not zeros, which some storage does not write
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for direct in (True, False) * _PROBE_ROUNDS if timed else (True,):
-        took = _probe(directory, data.data, direct)
-        if took is None:
+def _is_worth_it(directory: FileDirectory, nbytes: int, buffers: Buffers, helper: Helper) -> bool:
+    """Whether the directory's file system takes direct writes and, where the save is large, is not slower for them.
+
+    Whatever else uses the disk, other processes that probe it at the same time among them, may fall on either of two
+    measurements: one round in which direct writes were no slower is enough, and it takes all of them to say otherwise.
+    """
+    if nbytes < _TIMED_NBYTES:
+        return _probe(directory, _content(ALIGNMENT), True, buffers, helper) < math.inf
+    content = _content(BLOCK_NBYTES)
+    spent, rounds, fast = 0.0, 0, False
+    while not fast and (rounds < _PROBE_ROUNDS or spent < _PROBE_SECS):
+        direct = _probe(directory, content, True, buffers, helper)
+        if direct == math.inf:
             return False
-        seconds[direct].append(took)
-    if not timed:
-        return True
-    fast = min(seconds[True]) <= _TOLERANCE * min(seconds[False])
+        cached = _probe(directory, content, False, buffers, helper)
+        rounds, spent = rounds + 1, spent + direct + cached
+        fast = direct <= _TOLERANCE * cached
     logger.info(
-        "%s: %.2f GB/s by direct writes, %.2f GB/s through the page cache: %s",
-        directory, *(_PROBE_BLOCKS * len(data) / 1e9 / min(seconds[d]) for d in (True, False)),
+        "%s: %.2f GB/s by direct writes, %.2f GB/s through the page cache in round %d: %s",
+        directory, *(_PROBE_BLOCKS * BLOCK_NBYTES / 1e9 / secs for secs in (direct, cached)), rounds,
         "direct writes are used" if fast else "TensorStore writes",
     )  # fmt: skip
     return fast
 
 
-def _probe(directory: FileDirectory, data: memoryview, direct: bool) -> float | None:
-    """Seconds to write the data a few times and make it durable; None where the direct writes asked for are refused."""
+def _content(nbytes: int) -> Value:
+    """Of a block of a probe: not zeros, which some storage does not write."""
+    return plain_value(np.arange(nbytes // 8).tobytes())
+
+
+def _probe(directory: FileDirectory, content: Value, direct: bool, buffers: Buffers, helper: Helper) -> float:
+    """Seconds to write by two threads, as engines do, and make it durable; infinity where direct writes are refused."""
     path = str(directory.path / f".probe-{secrets.token_hex(4)}")  # several processes may write to one directory
+    nbytes = content.source.nbytes
     begun = time.perf_counter()
     file = DirectFile(path, direct=direct)
     try:
-        file.preallocate(_PROBE_BLOCKS * len(data))
-        for k in range(_PROBE_BLOCKS):
-            file.write(data, k * len(data))
-        file.finish(_PROBE_BLOCKS * len(data))
-        return time.perf_counter() - begun if file.direct == direct else None
+        file.preallocate(_PROBE_BLOCKS * nbytes)
+        blocks = (Block(file, k * nbytes, nbytes, [Part(content, 0, nbytes, 0)]) for k in range(_PROBE_BLOCKS))
+        BlockWriter({}, buffers, helper).write(blocks)
+        file.finish(_PROBE_BLOCKS * nbytes)
+        return time.perf_counter() - begun if file.direct == direct else math.inf
     finally:
         file.close()
         os.unlink(path)

@@ -221,12 +221,20 @@ def _cut_queue(plan: SavePlan, queue: Sequence[tuple[int, int]]) -> list[tuple[t
     return [tuple(vector) for vector in vectors]
 
 
-def group_by_budget(programs: Sequence[Program], max_nbytes: int | None) -> list[list[Program]]:
-    """Programs, cut where needed, in groups whose staging memory fits the budget (or that have one output)."""
+def group_by_budget(
+    programs: Sequence[Program], max_nbytes: int | None, begun: Sequence[int] = ()
+) -> list[list[Program]]:
+    """Programs, cut where needed, in groups whose staging memory fits the budget (or that have one output).
+
+    Args:
+      programs: The programs.
+      max_nbytes: The budget in bytes; None sets none: all programs are one group.
+      begun: Bytes that each of the first groups holds already. The programs go on in the last of these.
+    """
     if max_nbytes is None:
-        return [list(programs)] if programs else []
-    groups: list[list[Program]] = []
-    room = 0
+        return [list(programs)]
+    groups: list[list[Program]] = [[] for _ in begun]
+    room = max_nbytes - begun[-1] if begun else 0
     for program in programs:
         part: Program | None = None  # what of this program is in the last group
         left = list(program.compared)  # each is fingerprinted with the first of its slices

@@ -147,6 +147,13 @@ class Saver:
                     "and the call waits until all but the last are written",
                     budget, plan.process_bytes.get(jax.process_index(), 0) / 1e9, self._snapshotter.groups,
                 )  # fmt: skip
+            needed, largest = self._snapshotter.largest_copy
+            if max_nbytes is not None and needed > max_nbytes:
+                logger.warning(
+                    "max_staging_gb: %s is not kept: what this process copies of leaf %s at once takes %.3g GB, and "
+                    "slices are not divided. Set it to that at least, or to null",
+                    budget, arrays[largest].label, needed / 1e9,
+                )  # fmt: skip
         return self._snapshotter
 
 

@@ -8,7 +8,10 @@ the writer's thread and waits for the copies.
 
 The previous snapshot's arrays are donated to the next program, which writes into their memory: staging memory is
 touched for the first time only once. On accelerators they are dropped instead, so that the memory is the user's again
-between saves. NumPy, host-memory and sub-byte leaves are copied in the call.
+between saves. NumPy, host-memory and sub-byte leaves are copied in the call, by the host.
+
+Under a budget the copies go in groups, those by the host first; a group is taken once the one before is written. What
+one output (a slice on each device) or one leaf on the host takes is not divided.
 
 Where replicas are to be compared, the same programs fingerprint the shards of every device; what the host copies, the
 host fingerprints, in the call.
@@ -63,14 +66,15 @@ class Snapshot:
     """Owner slices on their way to the host."""
 
     plan: SavePlan
-    _host: tuple[Piece, ...]
+    _host: list[Piece] = field(repr=False)
     _taken: list[tuple[Program, list[jax.Array]]] = field(repr=False)
     _host_fingerprints: Mapping[int, Mapping[int, int]] = field(repr=False)
     _fingerprints: list[tuple[Program, jax.Array]] = field(repr=False)
 
     def pieces(self) -> Iterator[Piece]:
         """The chunks that this process saves; waits for each copy. Consumes the snapshot."""
-        yield from self._host
+        while self._host:
+            yield self._host.pop()
         while self._taken:
             program, arrays = self._taken.pop()
             for output, array in zip(program.outputs, arrays, strict=True):
@@ -122,7 +126,9 @@ class Snapshotter:
         self._on_host = [i for i, leaf in enumerate(leaves) if _stays_on_host(leaf.value)]
         self._compared = frozenset(compared)
         programs = build_programs(plan, self._leaves, set(self._on_host), self._compared)
-        self._groups = group_by_budget(programs, max_nbytes)
+        self._host_groups = self._cut_host_leaves(max_nbytes)
+        begun = [sum(map(self._host_nbytes, group)) for group in self._host_groups]
+        self._groups = group_by_budget(programs, max_nbytes, begun)
         for program in itertools.chain(*self._groups):
             program.layouts = memory_layouts(program, leaves)
 
@@ -130,6 +136,17 @@ class Snapshotter:
     def groups(self) -> int:
         """How many groups a save takes: 1, or more where `max_nbytes` is less than the owner slices."""
         return max(1, len(self._groups))
+
+    @property
+    def largest_copy(self) -> tuple[int, int]:
+        """(bytes in this process, index of a leaf in it) of the largest copy that cannot be divided between groups."""
+        on_host = ((self._host_nbytes(i), i) for i in self._on_host)
+        on_devices = (
+            (output.nbytes * len(program.mesh.local_devices), next(filter(None, output.items))[0].leaf)
+            for program in itertools.chain(*self._groups)
+            for output in program.outputs
+        )
+        return max(itertools.chain(on_host, on_devices), default=(0, 0))
 
     @property
     def staging_nbytes(self) -> int:
@@ -149,9 +166,9 @@ class Snapshotter:
                         program.staging = make_staging()
 
     def take(self, leaves: Sequence[Leaf], group: int) -> Snapshot:
-        """Dispatches the copies of one group; the first group has the host values too."""
+        """Dispatches the copies of one group by devices, and makes those by the host."""
         taken, taken_fingerprints, awaited = [], [], []
-        for program in self._groups[group] if self._groups else []:
+        for program in self._groups[group] if self._groups else ():
             may_change = self._may_be_host_memory(program, leaves)  # asked before: the copies take their time
             arrays, folded = self._run(program, leaves)
             if may_change:
@@ -164,7 +181,7 @@ class Snapshotter:
             elif program.mesh.devices.flat[0].platform != "cpu":
                 for array in [*arrays, folded] if folded is not None else arrays:
                     array.copy_to_host_async()
-        host = tuple(self._host_pieces(leaves)) if group == 0 else ()
+        host = list(self._host_pieces(leaves, self._host_groups[group])) if group < len(self._host_groups) else []
         of_host = self._host_fingerprints(leaves) if group == 0 else {}
         jax.block_until_ready(awaited)
         return Snapshot(self.plan, host, taken, of_host, taken_fingerprints)
@@ -211,12 +228,38 @@ class Snapshotter:
                 program.executables = compiled(self.plan, program, self._leaves)
             return program.executables
 
-    def _host_pieces(self, leaves: Sequence[Leaf]) -> Iterator[Piece]:
-        """Copies of the host values (process 0 saves them) and of slices in host memory beside a device."""
+    def _cut_host_leaves(self, max_nbytes: int | None) -> list[list[int]]:
+        """The leaves that the host copies, in groups that fit the budget (or that have one leaf)."""
+        groups: list[list[int]] = []
+        room = 0.0
         for i in self._on_host:
+            nbytes = self._host_nbytes(i)
+            if not groups or nbytes > room:
+                groups.append([])
+                room = math.inf if max_nbytes is None else max_nbytes
+            groups[-1].append(i)
+            room -= nbytes
+        return groups
+
+    def _host_nbytes(self, i: int) -> int:
+        """Bytes of a leaf that this process copies on the host."""
+        plan, layout = self.plan.leaves[i], self.plan.leaves[i].layout
+        if layout.mesh is None:
+            return 0 if self._is_saved_by_another(layout) else layout.nbytes
+        here = zip(layout.mesh.device_ids, layout.mesh.processes, strict=True)
+        replicas = [layout.place(device)[0] for device, process in here if process == self._process]
+        return sum(int(np.count_nonzero(plan.owners == replica)) for replica in replicas) * plan.slice_nbytes
+
+    def _is_saved_by_another(self, layout: LeafLayout) -> bool:
+        """Whether every process has the leaf for itself, and this one is not process 0, which saves its own."""
+        return bool(self._process) and layout.mesh is None and layout.device is None
+
+    def _host_pieces(self, leaves: Sequence[Leaf], members: Sequence[int]) -> Iterator[Piece]:
+        """Copies of host values and of slices in host memory beside a device."""
+        for i in members:
             plan, value = self.plan.leaves[i], leaves[i].value
-            if self._process and plan.layout.mesh is None and plan.layout.device is None:
-                continue  # every process has such a leaf for itself: process 0 saves its own
+            if self._is_saved_by_another(plan.layout):
+                continue
             if isinstance(value, np.ndarray):
                 if plan.slices:
                     yield Piece(i, (0,) * value.ndim, np.array(value, order="C", copy=True))

@@ -426,6 +426,7 @@ class Writer:
     def _save(self, run: SaveRun, helper: Helper | None) -> None:
         if self._cleaner is not None:
             self._cleaner.before(run.request.nonce)
+        engine_before = self.stats and self.stats.engine
         try:
             self.stats = run.execute(helper)
         except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
@@ -436,6 +437,8 @@ class Writer:
         self.damaged.pop(run.request.step, None)  # saved again, and moved aside
         if self._group.decides:
             self._after_commit(run.request, self.stats)
+        elif self.stats.engine != engine_before:  # what process 0 says of each commit is of its own engine
+            logger.info("step %d: process %d wrote by %s", run.request.step, self._group.process, self.stats.engine)
 
     def _settle(self, request: SaveRequest) -> None:
         """The step is visible; the other processes do not know it yet."""

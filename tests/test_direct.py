@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import sys
 import tempfile
 import threading
 import weakref
@@ -243,19 +244,25 @@ def test_short_writes_are_continued(tmp_path, monkeypatch, most):
     check(tmp_path, 1)
 
 
+@pytest.mark.parametrize("call", ["open", "pwrite"])
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_writes_that_are_refused_go_through_the_page_cache_and_later_saves_through_tensorstore(
-    tmp_path, monkeypatch, caplog, code
+def test_direct_writes_that_are_refused_go_through_the_page_cache_and_later_saves_through_tensorstore(
+    tmp_path, monkeypatch, caplog, call, code
 ):
-    pwrite, refused = os.pwrite, []
+    real, refused = getattr(os, call), []
 
-    def picky(descriptor, data, offset):
-        if is_direct(descriptor) and len(data) > ALIGNMENT:  # a probe would not show it
-            refused.append(offset)
+    def picky(first, *arguments):
+        asked = (
+            arguments[0] & os.O_DIRECT and ".probe" not in first
+            if call == "open"
+            else is_direct(first) and len(arguments[0]) > ALIGNMENT  # a probe would not show it
+        )
+        if asked:
+            refused.append(first)
             raise OSError(code, os.strerror(code))
-        return pwrite(descriptor, data, offset)
+        return real(first, *arguments)
 
-    monkeypatch.setattr(os, "pwrite", picky)
+    monkeypatch.setattr(os, call, picky)
     monkeypatch.setattr(engines, "is_on_local_disk", lambda path: True)
     caplog.set_level(logging.INFO, "flax_rpsave")
     names = []
@@ -389,6 +396,50 @@ def test_a_save_in_several_groups_is_one_data_file(tmp_path):
 # Which engine a save gets
 
 
+class FileSystem:
+    """The system's library, which says that every directory is on a file system of this magic number."""
+
+    def __init__(self, magic):
+        self._magic = magic
+        self._real = direct_file._libc
+
+    def __getattr__(self, name):
+        return getattr(self._real, name)
+
+    def statfs(self, path, buffer):
+        word = self._magic.to_bytes(direct_file.ctypes.sizeof(direct_file.ctypes.c_long), sys.byteorder)
+        direct_file.ctypes.memmove(buffer, word, len(word))
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("magic", "is_local"),
+    [
+        (0x6969, False),
+        (0xFF534D42, False),
+        (0x65735546, False),
+        (0x0BD00BD0, False),
+        (0x01021994, False),
+        (0xEF53, True),
+    ],
+    ids=["nfs", "cifs", "fuse", "lustre", "tmpfs", "ext4"],
+)
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_what_is_not_on_a_disk_of_this_machine_is_written_by_tensorstore_unasked(
+    tmp_path, monkeypatch, magic, is_local, use_ocdbt
+):
+    probed = []
+    monkeypatch.setattr(direct_file, "_libc", FileSystem(magic))
+    monkeypatch.setattr(engines, "_probe", lambda *arguments: probed.append(arguments) or 1.0)
+    with run(tmp_path, storage={"use_ocdbt": use_ocdbt}) as checkpoint:
+        checkpoint(1, state_at(1))
+        checkpoint.wait()
+        assert checkpoint.stats.engine == ("direct" if is_local else "tensorstore")
+    assert bool(probed) == is_local
+    monkeypatch.undo()
+    check(tmp_path, 1)
+
+
 @pytest.mark.parametrize("use_ocdbt", [True, False])
 def test_what_compresses_is_written_by_tensorstore(tmp_path, monkeypatch, use_ocdbt):
     monkeypatch.setenv("RPSAVE_ENGINE", "direct")
@@ -399,15 +450,35 @@ def test_what_compresses_is_written_by_tensorstore(tmp_path, monkeypatch, use_oc
     check(tmp_path, 1)
 
 
-@pytest.mark.parametrize(("direct_secs", "expected"), [(1.0, "direct"), (3.0, "tensorstore")])
-def test_a_large_first_save_compares_both_ways_once(tmp_path, monkeypatch, caplog, direct_secs, expected):
+ROUND = [True, False]  # a direct measurement, one through the page cache
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected", "rounds"),
+    [
+        ([(0.01, 0.01)], "direct", 1),
+        ([(0.0125, 0.01)], "direct", 1),  # as exact as such a measurement is
+        ([(0.05, 0.01), (0.05, 0.05)], "direct", 2),  # something disturbed the first
+        ([(0.05, 0.01)] * 4 + [(0.01, 0.01)], "direct", 5),
+        ([(0.06, 0.01)] * 5, "tensorstore", 5),  # in 0.3 s
+        ([(0.025, 0.01)] * 9, "tensorstore", 9),
+        ([(3.0, 1.0)] * 2, "tensorstore", 2),  # a slow disk is asked twice all the same
+        ([(3.0, 1.0), (1.0, 1.0)], "direct", 2),
+        ([(math.inf, None)], "tensorstore", 0.5),  # refused
+        ([(0.05, 0.01), (math.inf, None)], "tensorstore", 1.5),
+    ],
+)
+def test_a_large_first_save_compares_both_ways_once(tmp_path, monkeypatch, caplog, seconds, expected, rounds):
     caplog.set_level(logging.INFO, "flax_rpsave")
-    probed = []
+    probed, measured = [], iter(itertools.chain(*seconds))
+
+    def probe(directory, content, direct, *threads):
+        probed.append(direct)
+        return next(measured)
+
     monkeypatch.setattr(engines, "is_on_local_disk", lambda path: True)
     monkeypatch.setattr(engines, "_TIMED_NBYTES", 1000)
-    monkeypatch.setattr(
-        engines, "_probe", lambda directory, data, direct: probed.append(direct) or (direct_secs if direct else 2.0)
-    )
+    monkeypatch.setattr(engines, "_probe", probe)
     with run(tmp_path) as checkpoint:
         for step in (1, 2):
             checkpoint(step, state_at(step))
@@ -415,14 +486,28 @@ def test_a_large_first_save_compares_both_ways_once(tmp_path, monkeypatch, caplo
             assert checkpoint.stats.engine == expected
             assert f"step {step} committed: 2 leaves" in caplog.text
             assert f"by {expected}, the loop" in caplog.text
-    assert probed == [True, False, True, False]
-    assert re.search(r"GB/s by direct writes, .* GB/s through the page cache", caplog.text)
+    assert probed == (ROUND * 10)[: int(2 * rounds)]
+    said = re.search(r"GB/s by direct writes, .* GB/s through the page cache in round (\d+): (\w+)", caplog.text)
+    if rounds % 1:
+        assert said is None
+    else:
+        assert said.groups() == (str(rounds), "direct" if expected == "direct" else "TensorStore")
 
 
-def test_the_probe_leaves_nothing(tmp_path):
-    data = direct_file.aligned_buffer(ALIGNMENT).data
-    assert engines._probe(FileDirectory(tmp_path), data, direct=False) > 0
-    engines._probe(FileDirectory(tmp_path), data, direct=True)  # None where that is refused
+@pytest.mark.parametrize("nbytes", [ALIGNMENT, direct_file.BLOCK_NBYTES])
+def test_the_probe_writes_as_an_engine_does_and_leaves_nothing(tmp_path, monkeypatch, nbytes):
+    written = []
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda *arguments: written.append(arguments[1:]) or pwrite(*arguments))
+    helper = Helper("helper")
+    try:
+        content = engines._content(nbytes)
+        assert 0 < engines._probe(FileDirectory(tmp_path), content, False, new_buffers(), helper) < math.inf
+        assert sorted(offset for _, offset in written) == [0, nbytes]
+        assert all(len(data) == nbytes for data, _ in written)
+        engines._probe(FileDirectory(tmp_path), content, True, new_buffers(), helper)  # may be refused
+    finally:
+        helper.end()
     assert list(tmp_path.iterdir()) == []
 
 

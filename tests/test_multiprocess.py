@@ -1,6 +1,7 @@
 """Several processes save one state, and any number of them restore it."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -304,6 +305,23 @@ def test_a_save_gets_as_far_as_the_agreement_while_no_other_process_has_begun_it
         say(checkpoint.all_steps())
     """
     assert [r.said for r in run(script, 2, devices=2, args=[str(tmp_path / "run")])] == [["[1, 2]"]] * 2
+
+
+def test_each_process_logs_which_engine_writes_once_and_when_that_changes(tmp_path):
+    script = """
+    state = {"w": put(np.ones((64, 64), np.float32))}
+    with rps.CheckpointCallback(dict(directory=sys.argv[1], save_interval_steps=1)) as checkpoint:
+        for step in range(1, 5):
+            if (process, step) == (1, 3):
+                checkpoint._saver.writer._engines._direct = False  # as after a refusal
+            checkpoint(step, state)
+            checkpoint.wait()
+    """
+    first, second = run(script, 2, args=[str(tmp_path / "run")], env={"RPSAVE_ENGINE": "direct"})
+    assert re.findall(r"step (\d) committed: .* by (\w+), the loop", first.output) == [(k, "direct") for k in "1234"]
+    assert re.findall(r"step \d: process \d wrote by", first.output) == []
+    said = re.findall(r"step (\d): process (\d) wrote by (\w+)", second.output)
+    assert said == [("1", "1", "direct"), ("3", "1", "tensorstore")]
 
 
 def test_a_leaf_on_the_devices_of_some_processes_is_saved_by_them(tmp_path):

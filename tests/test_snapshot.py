@@ -12,6 +12,7 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+import flax_rpsave as rps
 from flax_rpsave import owner_slices
 from flax_rpsave.config import ReplicaParallelConfig
 from flax_rpsave.leaves import flatten
@@ -167,6 +168,50 @@ def test_a_budget_cuts_the_save_into_groups_that_fit_it(zoo, max_nbytes):
     assert snapshotter.groups > 1
     largest_output = 1200 * 1000 * 4
     assert snapshotter.staging_nbytes <= max(max_nbytes, largest_output)
+
+
+@pytest.mark.parametrize(("max_nbytes", "groups"), [(1, 6), (2_000, 3), (3_000, 2), (100_000, 1)])
+def test_what_the_host_copies_is_in_the_budget_too(max_nbytes, groups):
+    state = {
+        "numpy": [values(250, seed=k) for k in range(3)],
+        "pinned": put(values(16, 16), P("x"), memory_kind="pinned_host"),
+        "float": 0.5,
+        "device": put(values(8, 8), P("x")),
+    }
+    snapshotter = snapshotter_for(state, max_nbytes=max_nbytes)
+    assert snapshotter.groups == groups
+    leaves, pieces = arrays_of(state), []
+    for group in range(groups):
+        snapshot = snapshotter.take(leaves, group)
+        taken = list(snapshot.pieces())
+        assert sum(piece.data.nbytes for piece in taken) <= max(max_nbytes, 1024)
+        assert list(snapshot.pieces()) == []  # the writer refers to a snapshot while the next one is taken
+        pieces += taken
+    assert put_together(snapshotter.plan, pieces) == host_copy(state)
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        (np.zeros((64, 100), np.float32), 25_600),
+        (put(np.zeros((64, 100), np.float32)), 25_600),
+        (put(np.zeros((64, 100), np.float32), P("x"), memory_kind="pinned_host"), 25_600),
+        (jax.device_put(np.zeros((64, 100), np.float32), DEVICES[3]), 25_600),
+    ],
+    ids=["host value", "replicated", "in host memory", "on one device"],
+)
+def test_a_copy_larger_than_the_budget_is_named_once_with_what_it_needs(tmp_path, caplog, value, nbytes):
+    state = {"deep": {"large": value}, "small": put(values(8))}
+    options = {"replica_parallel": {"min_slice_bytes": 1}, "save_interval_steps": 1, "directory": tmp_path}
+    for gb, warned in ((0.9 * nbytes / 1e9, True), (nbytes / 1e9, False)):
+        caplog.clear()
+        with rps.CheckpointCallback({**options, "max_staging_gb": gb}) as checkpoint:
+            for _ in range(2):
+                checkpoint((checkpoint.latest_step() or 0) + 1, state)
+                checkpoint.wait()
+        said = [r.getMessage() for r in caplog.records if "is not kept" in r.getMessage()]
+        assert len(said) == warned
+        assert all("leaf deep/large " in text and "2.56e-05 GB" in text for text in said)
 
 
 def test_under_a_budget_no_program_takes_more_leaves_than_without(zoo, monkeypatch):

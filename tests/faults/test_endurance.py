@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flax_rpsave as rps
+from tests import faults
 from tests.faults.runs import config
 from tests.faults.sizes import SIZES
 from tests.trees import mesh_of, on
@@ -39,3 +40,48 @@ def test_nothing_grows_with_the_number_of_saves(tmp_path, each_engine, record_pr
     record_property("saves of one run", SIZES.saves)
     record_property("memory grown, MB", round(grown / 1e6, 1))
     assert grown < 5 * nbytes  # were a part of a state kept each time, 20 saves would show a quarter of one
+
+
+UNDER_A_BUDGET = """
+import pathlib, sys
+import jax, numpy as np
+import flax_rpsave as rps
+from tests.faults.runs import config
+from tests.trees import mesh_of, on
+
+def memory(key):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(key + ":"))
+
+budget = float(sys.argv[2]) or None
+sharding = on(mesh_of((8,)), "data")
+state = {f"{i}": np.full((2560, 1000), i, np.float32) for i in range(20)}  # 10.24 MB each
+state.update({f"{i}": jax.device_put(state[f"{i}"], sharding) for i in range(0, 20, 2)})
+with rps.CheckpointCallback(config(sys.argv[1], max_staging_gb=budget)) as checkpoint:
+    checkpoint(1, {"w": np.ones(8), "v": jax.device_put(np.ones(8), sharding)})  # what only the first save loads
+    checkpoint.wait()
+    before = memory("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the high-water mark is the present size from here on
+    checkpoint(2, state)
+    checkpoint.wait()
+    print(memory("VmHWM") - before)
+"""
+ALLOWANCE_NBYTES = 60_000_000  # two blocks of 8 MiB of direct writes, compiled programs, what TensorStore allocates
+
+
+@pytest.mark.parametrize("budget_gb", [0.05, None])
+def test_under_a_budget_a_save_takes_no_more_memory_than_that_and_an_allowance(
+    tmp_path, each_engine, record_property, budget_gb
+):
+    """Without one it takes the state's size again, or this test would see nothing."""
+    threshold = str(1 << 20)  # glibc keeps freed memory for as long as it likes, unless it was mapped for itself
+    done = faults.run_python(UNDER_A_BUDGET, tmp_path / "run", budget_gb or 0, MALLOC_MMAP_THRESHOLD_=threshold)
+    assert done.returncode == 0, done.stderr
+    grown = int(done.stdout)
+    record_property(f"memory grown under {budget_gb}, MB", round(grown / 1e6, 1))
+    if budget_gb is None:
+        assert grown > 200_000_000
+    else:
+        assert grown < budget_gb * 1e9 + ALLOWANCE_NBYTES
+    for name, value in rps.load(tmp_path / "run", step=2).items():
+        assert (np.asarray(value) == int(name)).all()
