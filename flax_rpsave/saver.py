@@ -54,6 +54,7 @@ class Saver:
         self.writer = Writer(cleaner, self.group, on_commit)
         self._signature: Any = None
         self._snapshotter: Snapshotter | None = None
+        self._warned_of_budget = False
 
     def save(
         self,
@@ -141,20 +142,26 @@ class Saver:
             compared = compared_leaves(plan, self.group.processes) if check else ()
             self._snapshotter = Snapshotter(plan, arrays, self.group.process, max_nbytes, compared)
             self._signature = signature
-            if self._snapshotter.groups > 1:
-                logger.warning(
-                    "max_staging_gb: %s is less than the %.3g GB that this process saves: each save goes in %d groups, "
-                    "and the call waits until all but the last are written",
-                    budget, plan.process_bytes.get(jax.process_index(), 0) / 1e9, self._snapshotter.groups,
-                )  # fmt: skip
-            needed, largest = self._snapshotter.largest_copy
-            if max_nbytes is not None and needed > max_nbytes:
-                logger.warning(
-                    "max_staging_gb: %s is not kept: what this process copies of leaf %s at once takes %.3g GB, and "
-                    "slices are not divided. Set it to that at least, or to null",
-                    budget, arrays[largest].label, needed / 1e9,
-                )  # fmt: skip
+            if max_nbytes is not None and not self._warned_of_budget:
+                self._warned_of_budget = self._warn_of_budget(self._snapshotter, arrays, max_nbytes)
         return self._snapshotter
+
+    def _warn_of_budget(self, snapshotter: Snapshotter, arrays: Sequence[Leaf], max_nbytes: int) -> bool:
+        """Says what a budget for staging memory costs; returns whether it costs anything."""
+        if snapshotter.groups > 1:
+            logger.warning(
+                "max_staging_gb: %s is less than the %.3g GB that a process saves: each save goes in %d groups, "
+                "and the call waits until all but the last are written",
+                self.config.max_staging_gb, max(snapshotter.plan.process_bytes.values()) / 1e9, snapshotter.groups,
+            )  # fmt: skip
+        needed, largest = snapshotter.largest_copy
+        if needed > max_nbytes:
+            logger.warning(
+                "max_staging_gb: %s is not kept: what this process copies of leaf %s at once takes %.3g GB, and "
+                "slices are not divided. Set it to that at least, or to null",
+                self.config.max_staging_gb, arrays[largest].label, needed / 1e9,
+            )  # fmt: skip
+        return snapshotter.groups > 1 or needed > max_nbytes
 
 
 def _check_saveable(leaves: Sequence[Leaf], use_ocdbt: bool) -> None:
