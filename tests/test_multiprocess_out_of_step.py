@@ -302,17 +302,13 @@ def test_what_resume_refuses_in_one_process_it_refuses_in_all_at_once(tmp_path):
             assert wanted in said
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"max_to_keep": 2}, "checkpoint.max_to_keep is 2, in process 0 None"),
-        ({"keep_best": {"metric": "loss", "mode": "min"}}, "checkpoint.keep_best is {'metric': 'loss', "),
-        ({"save_on_preemption": False}, "checkpoint.save_on_preemption is False, in process 0 True"),
-        ({"data": True}, "whether there is a data iterator is True, in process 0 False"),
-    ],
-    ids=str,
-)
-def test_configurations_that_differ_are_refused_by_setting(tmp_path, keys, said):
+def test_configurations_that_differ_are_refused_by_setting(tmp_path):
+    differing = {
+        "checkpoint.max_to_keep is 2, in process 0 None": {"max_to_keep": 2},
+        "checkpoint.keep_best is {'metric': 'loss', ": {"keep_best": {"metric": "loss", "mode": "min"}},
+        "checkpoint.save_on_preemption is False, in process 0 True": {"save_on_preemption": False},
+        "whether there is a data iterator is True, in process 0 False": {"data": True},
+    }
     results = run(
         script(f"""
         class Position:
@@ -320,23 +316,26 @@ def test_configurations_that_differ_are_refused_by_setting(tmp_path, keys, said)
                 return 1
             def set_state(self, state):
                 pass
-        keys = {keys!r} if process else {{}}
-        data = Position() if keys.pop("data", False) else None
-        with rps.CheckpointCallback({{**config, **keys}}, data=data) as checkpoint:
-            checkpoint(1, make(1))
-            told(checkpoint.wait)
-            say(checkpoint.all_steps())
+        for n, keys in enumerate({[*differing.values()]!r}):
+            keys = keys if process else {{}}
+            data = Position() if keys.pop("data", False) else None
+            settings = {{**config, "directory": f"{{directory()}}/{{n}}", **keys}}
+            with rps.CheckpointCallback(settings, data=data) as checkpoint:
+                checkpoint(1, make(1))
+                told(checkpoint.wait)
+                say(checkpoint.all_steps())
         """),
         2,
         args=[str(tmp_path), "20"],
     )
     for result in results:
-        assert said in result.said[0]
-        assert result.said[1] == "[]"
+        assert len(result.said) == 2 * len(differing)
+        for wanted, said, steps in zip(differing, result.said[::2], result.said[1::2], strict=True):
+            assert wanted in said
+            assert steps == "[]"
 
 
-@pytest.mark.parametrize("leaving", [0, 1])
-@pytest.mark.parametrize("how", ["an error", "close"])
+@pytest.mark.parametrize(("leaving", "how"), [(0, "an error"), (1, "close")])
 def test_who_leaves_its_loop_is_not_waited_for(tmp_path, leaving, how):
     """Such as where the data of one process end before those of the others, or its train step raises."""
     text = script("""
@@ -349,19 +348,16 @@ def test_who_leaves_its_loop_is_not_waited_for(tmp_path, leaving, how):
                     return
                 raise ZeroDivisionError("a batch of nothing")
             checkpoint(2, make(2))
-    begun = time.monotonic()
     try:
         told(train)
     except ZeroDivisionError as error:
         say("mine:", error)
-    say(int(time.monotonic() - begun) < 60)
     meet("ended")
     """)
-    results = run(text, 2, args=[str(tmp_path), "600", str(leaving), how])
+    results = run(text, 2, args=[str(tmp_path), "6000", str(leaving), how])  # longer than the test may take
     why = "its callback was closed" if how == "close" else "its loop ended with ZeroDivisionError: a batch of nothing"
     said = results[1 - leaving].said
     assert said[0].startswith("SaveError: step 2")
     assert f"process {leaving} will not take part: {why}" in said[0]
-    assert [result.said[-1] for result in results] == ["True", "True"]
     assert results[leaving].said[0] == ("done None" if how == "close" else "mine: a batch of nothing")
     assert set(rps.load(tmp_path, step=1)) == {"w", "b"}
