@@ -35,6 +35,7 @@ logger = logging.getLogger("flax_rpsave")
 
 _POLL_SECS = 0.5  # how long one request waits: a failure elsewhere is noticed within this time
 _PROGRESS_SECS = 30.0  # how often a wait for others says that it still waits
+_REASON_CHARACTERS = 1000  # of why a process takes no part: errors may be long, and the others ask twice a second
 _numbers = itertools.count()
 
 
@@ -49,7 +50,7 @@ def _next_name() -> str:
 
 def _say_absent(group: str, why: str) -> None:
     if (client := _compat.coordination_client()) is not None:
-        client.key_value_set(f"{group}/absent/{jax.process_index()}", why)
+        client.key_value_set(f"{group}/absent/{jax.process_index()}", json.dumps(why[:_REASON_CHARACTERS]))
 
 
 class Group:
@@ -106,7 +107,7 @@ class Group:
     def absent(self) -> dict[int, str]:
         """The processes that take no part, as far as they have come, and why."""
         found = _compat.coordination_client().key_value_dir_get(f"{self._name}/absent/")
-        return {int(key.rpartition("/")[2]): why for key, why in found}
+        return {int(key.rpartition("/")[2]): json.loads(why) for key, why in found}
 
     def _remove(self, *keys: str) -> None:
         try:
@@ -311,7 +312,7 @@ class Channel:
     def _check_present(self, missing: Iterable[int], absent: Mapping[int, str]) -> None:
         """Raises where one that is waited for will never come."""
         if gone := sorted({*missing}.intersection(absent)):
-            raise SaveError(f"{self._what}: {_named(gone)} will not take part: {absent[gone[0]]}")
+            raise SaveError(f"{self._what}: process {gone[0]} will not take part: {absent[gone[0]]}")
 
     def _too_late(self, missing: Sequence[int]) -> CommitTimeoutError:
         return CommitTimeoutError(
@@ -325,15 +326,15 @@ class Channel:
         Args:
           key: The key.
           secs: How long to wait.
-          begun: Whether process 0 is known to have begun. Else it may give up or leave instead, which is asked for
-            first: what it has said before does not count any more.
+          begun: Whether process 0 is known to have begun. Else it may give up instead, which is asked for first: what
+            it has said before does not count any more.
 
         Raises:
           SaveError: It has given up, or will not come.
         """
         deadline = time.monotonic() + secs
         while (left := deadline - time.monotonic()) > 0:
-            absent = {} if begun else self._group.absent()
+            absent = self._group.absent()  # first: what it has said before it left counts
             if not begun and (failure := self.failed()) is not None:
                 raise failure
             if (value := self._try_get(key, min(left, _POLL_SECS))) is not None:

@@ -98,9 +98,11 @@ class _Audit:
         self.unverified = 0
 
     def run(self, step: int | None, item: str | None) -> None:
-        for name in self._directory.irregular():
+        with reading(str(self._directory)):
+            irregular = self._directory.irregular()
+        for name in irregular:
             self._add(name, f"{self._directory}/{name} is no regular file")
-        if self.faults:  # a pipe that is opened waits for who writes to it
+        if irregular:  # a pipe that is opened waits for who writes to it
             return
         try:
             there = read_documents(self._directory, item)

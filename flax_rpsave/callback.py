@@ -30,7 +30,7 @@ from flax_rpsave.preemption import PreemptionWatch
 from flax_rpsave.resuming import Resumer, Wanted, as_step, check_resume_allowed, initial
 from flax_rpsave.saver import Saver
 from flax_rpsave.store import new_context
-from flax_rpsave.writer import SaveStats, forget
+from flax_rpsave.writer import SaveStats, fail_if_exiting, forget
 
 logger = logging.getLogger("flax_rpsave")
 
@@ -79,7 +79,7 @@ class CheckpointCallback:
         self._resumed = False
         self._existing: set[int] = set()  # committed by others before this run, as of its beginning
         self._closed = False
-        self._process = os.getpid()
+        self._pid = os.getpid()
         self._calling = threading.Lock()
         self._should_stop = False
         self._watch = PreemptionWatch(None)
@@ -89,9 +89,13 @@ class CheckpointCallback:
         self._root = open_directory(self.config.directory, new_context())
         self._saver = saver = Saver(self.config, self._root, on_commit)
         self._resumer = Resumer(self._root, self.config, saver.group, saver.nonce, data, saver.writer.damaged)
-        _check_writable(self._root, self._saver.nonce)
-        if self.config.save_on_preemption:
-            self._watch = PreemptionWatch(self.config.preemption_signals)
+        try:
+            _check_writable(self._root, saver.nonce)
+            if self.config.save_on_preemption:
+                self._watch = PreemptionWatch(self.config.preemption_signals)
+        except BaseException as error:
+            saver.group.leave(f"its callback could not be made: {error}")
+            raise
 
     @property
     def should_stop(self) -> bool:
@@ -266,7 +270,7 @@ class CheckpointCallback:
         self._close("its callback was closed")
 
     def _close(self, why: str) -> None:
-        if self._closed or os.getpid() != self._process:  # a forked child has nothing to end
+        if self._closed or os.getpid() != self._pid:  # a forked child has nothing to end
             return
         if self.config.enabled:
             self._saver.writer.check_thread()
@@ -277,6 +281,7 @@ class CheckpointCallback:
             forget(self._saver.writer)
             self._saver.group.leave(why)
             if (error := self._saver.writer.take_error(logged_too=True)) is not None:
+                fail_if_exiting(error)
                 raise error
 
     def __enter__(self) -> Self:
@@ -306,9 +311,9 @@ class CheckpointCallback:
 
     def _check_process(self, what: str) -> None:
         """Refuses a forked child: what it would save, the parent would find in the place of its own."""
-        if self.config.enabled and os.getpid() != self._process:
+        if self.config.enabled and os.getpid() != self._pid:
             raise RPSaveError(
-                f"{what}: this callback was made in process {self._process}, of which this one is a fork: make another"
+                f"{what}: this callback was made by pid {self._pid}, of which this process is a fork: make another"
             )
 
     def _pass(self, step: int, preempted: bool) -> None:

@@ -63,12 +63,15 @@ class Directory(ABC):
         """A file's bytes, or None where there is none.
 
         Raises:
-          CorruptCheckpointError: What has that name is no file, or larger than any document.
+          CorruptCheckpointError: What has that name in a file system is no file, or larger than any document.
         """
 
     @abstractmethod
     def irregular(self) -> list[str]:
-        """Paths in it, at any depth, of what is neither file nor directory: pipes, links to nothing."""
+        """Paths in it, at any depth, of what is neither file nor directory: pipes, links to nothing.
+
+        Lists every directory below, which are two for each array that is files of its own.
+        """
 
     @abstractmethod
     def nbytes(self) -> int | None:

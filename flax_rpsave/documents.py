@@ -278,7 +278,7 @@ def as_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in metrics.items():
         try:
             array = np.asarray(value)
-            if array.dtype.kind in "cOSU":
+            if value is None or array.dtype.kind in "cSU":
                 raise TypeError(f"{type(value).__qualname__} is no real number")
             fetched[name] = array.astype(float).item() if array.dtype.kind not in "biu" else array.item()
         except Exception as error:  # noqa: BLE001 - a user's value: anything can go wrong

@@ -59,8 +59,8 @@ def read_documents(directory: Directory, item: str | None) -> Documents:
     with reading(str(directory)):
         place = _find_item(directory, item)
         prefix = f"{place.name}/" if place != directory else ""
-        for name in place.irregular():  # TensorStore would wait for who writes to a pipe
-            raise CorruptCheckpointError(f"{place}/{name} is no regular file")
+        if odd := place.irregular():  # TensorStore would wait for who writes to a pipe
+            raise CorruptCheckpointError(f"{place}/{odd[0]} is no regular file")
         marker = directory.read(documents.COMMIT)
         found: dict[str, bytes | None] = {
             name: directory.read(name)

@@ -16,7 +16,8 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -221,28 +222,29 @@ def _cut_queue(plan: SavePlan, queue: Sequence[tuple[int, int]]) -> list[tuple[t
     return [tuple(vector) for vector in vectors]
 
 
-def group_by_budget(
-    programs: Sequence[Program], max_nbytes: int | None, begun: Sequence[int] = ()
-) -> list[list[Program]]:
+def group_by_budget(programs: Sequence[Program], max_nbytes: int | None, begun: Sequence[int]) -> list[list[Program]]:
     """Programs, cut where needed, in groups whose staging memory fits the budget (or that have one output).
+
+    The groups are the same in every process: those of a mesh of several run the same programs in the same order.
 
     Args:
       programs: The programs.
-      max_nbytes: The budget in bytes; None sets none: all programs are one group.
-      begun: Bytes that each of the first groups holds already. The programs go on in the last of these.
+      max_nbytes: The budget in bytes a process; None sets none: all programs are one group.
+      begun: Bytes that each of the first groups, at least one, holds already. The programs go on in the last of these.
     """
     if max_nbytes is None:
         return [list(programs)]
     groups: list[list[Program]] = [[] for _ in begun]
-    room = max_nbytes - begun[-1] if begun else 0
+    room = max_nbytes - begun[-1]
     for program in programs:
+        copies = most_of_a_process(program.mesh.devices.flat)
         part: Program | None = None  # what of this program is in the last group
         left = list(program.compared)  # each is fingerprinted with the first of its slices
         batches: list[tuple[Output, ...]] = [(output,) for output in program.outputs]
         for outputs in batches or [()]:
-            nbytes = sum(output.nbytes for output in outputs) * len(program.mesh.local_devices)
+            nbytes = sum(output.nbytes for output in outputs) * copies
             leaves = {item.leaf for output in outputs for items in output.items for item in items} or set(left)
-            if not groups or nbytes > room:
+            if nbytes > room and room < max_nbytes:
                 groups.append([])
                 room, part = max_nbytes, None
             room -= nbytes
@@ -254,6 +256,11 @@ def group_by_budget(
             part.compared = (*part.compared, *(i for i in left if i in leaves))
             left = [i for i in left if i not in leaves]
     return groups
+
+
+def most_of_a_process(devices: Iterable[jax.Device]) -> int:
+    """How many of the devices the process has that has most of them."""
+    return max(Counter(device.process_index for device in devices).values())
 
 
 def memory_layouts(program: Program, leaves: Sequence[Leaf]) -> tuple[Layout | None, ...]:

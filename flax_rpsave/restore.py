@@ -343,7 +343,7 @@ def _narrowed(values: np.ndarray, dtype: Any) -> np.ndarray | None:
 
 def _same(narrowed: np.ndarray, values: np.ndarray) -> bool:
     """Whether values are still what they were in another width."""
-    return np.array_equal(narrowed.astype(values.dtype), values, equal_nan=values.dtype.kind in "fc")
+    return np.array_equal(narrowed.astype(values.dtype), values, equal_nan=jnp.issubdtype(values.dtype, jnp.inexact))
 
 
 def _as_jax_would(values: np.ndarray, label: str) -> np.ndarray:

@@ -143,25 +143,27 @@ class Saver:
             self._snapshotter = Snapshotter(plan, arrays, self.group.process, max_nbytes, compared)
             self._signature = signature
             if max_nbytes is not None and not self._warned_of_budget:
-                self._warned_of_budget = self._warn_of_budget(self._snapshotter, arrays, max_nbytes)
+                self._warn_of_budget(self._snapshotter, arrays, max_nbytes)
         return self._snapshotter
 
-    def _warn_of_budget(self, snapshotter: Snapshotter, arrays: Sequence[Leaf], max_nbytes: int) -> bool:
-        """Says what a budget for staging memory costs; returns whether it costs anything."""
+    def _warn_of_budget(self, snapshotter: Snapshotter, arrays: Sequence[Leaf], max_nbytes: int) -> None:
+        """Says, once, what a budget for staging memory costs."""
         if snapshotter.groups > 1:
+            self._warned_of_budget = True
+            own = snapshotter.plan.process_bytes.get(self.group.process, 0)
             logger.warning(
-                "max_staging_gb: %s is less than the %.3g GB that a process saves: each save goes in %d groups, "
-                "and the call waits until all but the last are written",
-                self.config.max_staging_gb, max(snapshotter.plan.process_bytes.values()) / 1e9, snapshotter.groups,
+                "max_staging_gb: %s: each save goes in %d groups, and the call waits until all but the last are "
+                "written (this process saves %.3g GB)",
+                self.config.max_staging_gb, snapshotter.groups, own / 1e9,
             )  # fmt: skip
         needed, largest = snapshotter.largest_copy
         if needed > max_nbytes:
+            self._warned_of_budget = True
             logger.warning(
-                "max_staging_gb: %s is not kept: what this process copies of leaf %s at once takes %.3g GB, and "
-                "slices are not divided. Set it to that at least, or to null",
+                "max_staging_gb: %s is not kept: what a process copies of leaf %s at once takes %.3g GB, and slices "
+                "are not divided. Set it to that at least, or to null",
                 self.config.max_staging_gb, arrays[largest].label, needed / 1e9,
             )  # fmt: skip
-        return snapshotter.groups > 1 or needed > max_nbytes
 
 
 def _check_saveable(leaves: Sequence[Leaf], use_ocdbt: bool) -> None:

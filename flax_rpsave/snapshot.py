@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ from flax_rpsave.owner_slices import (
     compiled,
     group_by_budget,
     memory_layouts,
+    most_of_a_process,
     own_settings,
 )
 from flax_rpsave.planner import LeafLayout, LeafPlan, SavePlan
@@ -129,20 +131,21 @@ class Snapshotter:
         self._host_groups = self._cut_host_leaves(max_nbytes)
         begun = [sum(map(self._host_nbytes, group)) for group in self._host_groups]
         self._groups = group_by_budget(programs, max_nbytes, begun)
+        self._host_groups += [[] for _ in self._groups[len(begun) :]]
         for program in itertools.chain(*self._groups):
             program.layouts = memory_layouts(program, leaves)
 
     @property
     def groups(self) -> int:
         """How many groups a save takes: 1, or more where `max_nbytes` is less than the owner slices."""
-        return max(1, len(self._groups))
+        return len(self._groups)
 
     @property
     def largest_copy(self) -> tuple[int, int]:
-        """(bytes in this process, index of a leaf in it) of the largest copy that cannot be divided between groups."""
+        """(bytes in one process, index of a leaf in it) of the largest copy that cannot be divided between groups."""
         on_host = ((self._host_nbytes(i), i) for i in self._on_host)
         on_devices = (
-            (output.nbytes * len(program.mesh.local_devices), next(filter(None, output.items))[0].leaf)
+            (output.nbytes * most_of_a_process(program.mesh.devices.flat), next(filter(None, output.items))[0].leaf)
             for program in itertools.chain(*self._groups)
             for output in program.outputs
         )
@@ -168,7 +171,7 @@ class Snapshotter:
     def take(self, leaves: Sequence[Leaf], group: int) -> Snapshot:
         """Dispatches the copies of one group by devices, and makes those by the host."""
         taken, taken_fingerprints, awaited = [], [], []
-        for program in self._groups[group] if self._groups else ():
+        for program in self._groups[group]:
             may_change = self._may_be_host_memory(program, leaves)  # asked before: the copies take their time
             arrays, folded = self._run(program, leaves)
             if may_change:
@@ -181,7 +184,7 @@ class Snapshotter:
             elif program.mesh.devices.flat[0].platform != "cpu":
                 for array in [*arrays, folded] if folded is not None else arrays:
                     array.copy_to_host_async()
-        host = list(self._host_pieces(leaves, self._host_groups[group])) if group < len(self._host_groups) else []
+        host = list(self._host_pieces(leaves, self._host_groups[group]))
         of_host = self._host_fingerprints(leaves) if group == 0 else {}
         jax.block_until_ready(awaited)
         return Snapshot(self.plan, host, taken, of_host, taken_fingerprints)
@@ -230,36 +233,33 @@ class Snapshotter:
 
     def _cut_host_leaves(self, max_nbytes: int | None) -> list[list[int]]:
         """The leaves that the host copies, in groups that fit the budget (or that have one leaf)."""
-        groups: list[list[int]] = []
-        room = 0.0
+        groups: list[list[int]] = [[]]
+        room = limit = math.inf if max_nbytes is None else max_nbytes
         for i in self._on_host:
             nbytes = self._host_nbytes(i)
-            if not groups or nbytes > room:
+            if nbytes > room and groups[-1]:
                 groups.append([])
-                room = math.inf if max_nbytes is None else max_nbytes
+                room = limit
             groups[-1].append(i)
             room -= nbytes
         return groups
 
     def _host_nbytes(self, i: int) -> int:
-        """Bytes of a leaf that this process copies on the host."""
+        """Bytes of a leaf that a process copies on the host, at most: the same in all, as the groups must be."""
         plan, layout = self.plan.leaves[i], self.plan.leaves[i].layout
         if layout.mesh is None:
-            return 0 if self._is_saved_by_another(layout) else layout.nbytes
-        here = zip(layout.mesh.device_ids, layout.mesh.processes, strict=True)
-        replicas = [layout.place(device)[0] for device, process in here if process == self._process]
-        return sum(int(np.count_nonzero(plan.owners == replica)) for replica in replicas) * plan.slice_nbytes
-
-    def _is_saved_by_another(self, layout: LeafLayout) -> bool:
-        """Whether every process has the leaf for itself, and this one is not process 0, which saves its own."""
-        return bool(self._process) and layout.mesh is None and layout.device is None
+            return layout.nbytes
+        slices: Counter[int] = Counter()
+        for device, process in zip(layout.mesh.device_ids, layout.mesh.processes, strict=True):
+            slices[process] += int(np.count_nonzero(plan.owners == layout.place(device)[0]))
+        return max(slices.values()) * plan.slice_nbytes
 
     def _host_pieces(self, leaves: Sequence[Leaf], members: Sequence[int]) -> Iterator[Piece]:
         """Copies of host values and of slices in host memory beside a device."""
         for i in members:
             plan, value = self.plan.leaves[i], leaves[i].value
-            if self._is_saved_by_another(plan.layout):
-                continue
+            if self._process and plan.layout.mesh is None and plan.layout.device is None:
+                continue  # every process has such a leaf for itself: process 0 saves its own
             if isinstance(value, np.ndarray):
                 if plan.slices:
                     yield Piece(i, (0,) * value.ndim, np.array(value, order="C", copy=True))

@@ -394,10 +394,6 @@ def open_documents(there: Documents, context: ts.Context) -> Stored:
       CorruptCheckpointError: One of them makes no sense, or the database is damaged.
     """
     directory, place = there.directory, there.item
-    text = there.of_item(documents.TREE)
-    if text is None:
-        raise CorruptCheckpointError(f"{place}/{documents.TREE} is missing")
-    tree = documents.parse_tree(text, f"{place}/{documents.TREE}")
     own: dict[str, Any] = {}
     if (checkpoint := there.found.get(documents.CHECKPOINT)) is not None:
         own = documents.parse_checkpoint(checkpoint, f"{directory}/{documents.CHECKPOINT}")["own"]
@@ -407,6 +403,10 @@ def open_documents(there: Documents, context: ts.Context) -> Stored:
                 f"({own.get('versions', {}).get('flax_rpsave')}): use that; this one reads format "
                 f"{documents.FORMAT_VERSION}"
             )
+    text = there.of_item(documents.TREE)
+    if text is None:
+        raise CorruptCheckpointError(f"{place}/{documents.TREE} is missing")
+    tree = documents.parse_tree(text, f"{place}/{documents.TREE}")
     impls: dict[str, str] = {}
     for name, data in there.found.items():
         if f"{documents.ARRAY_METADATAS}/" in name and data is not None:

@@ -366,8 +366,7 @@ class Writer:
             if helper is not None:
                 helper.end()
             failure = SaveError(f"step {request.step} cannot be saved: {error}")
-            if not threading.main_thread().is_alive():  # whoever exits may raise it in vain
-                self._error = failure
+            fail_if_exiting(failure)
             raise failure from error
         self._thread = thread
         return run
@@ -426,7 +425,7 @@ class Writer:
     def _save(self, run: SaveRun, helper: Helper | None) -> None:
         if self._cleaner is not None:
             self._cleaner.before(run.request.nonce)
-        engine_before = self.stats and self.stats.engine
+        engine_before = self.stats.engine if self.stats is not None else None
         try:
             self.stats = run.execute(helper)
         except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
@@ -468,6 +467,7 @@ def _raisable(error: BaseException) -> SaveError:
 
 
 _writers: set[Writer] = set()
+_raised_at_exit: list[SaveError] = []
 
 
 def _fail_at_exit(writer: Writer) -> None:
@@ -480,11 +480,18 @@ def forget(writer: Writer) -> None:
     _writers.discard(writer)
 
 
+def fail_if_exiting(error: SaveError) -> None:
+    """Has the program end with a code that is not 0, where it ends already: what is raised there does not change it."""
+    if not threading.main_thread().is_alive():
+        _raised_at_exit.append(error)
+
+
 @atexit.register  # as early as this module is imported, so that it runs after what the program registers later
 def _check_errors() -> None:
-    for writer in _writers:
+    for writer in tuple(_writers):  # on_commit may save, too
         writer.wait()  # for a save that such a registered function has begun
     errors = [error for writer in _writers if (error := writer.take_error(logged_too=True)) is not None]
+    errors += _raised_at_exit
     if errors:
         for error in errors:
             print(f"flax_rpsave: the last save failed: {error}", file=sys.stderr)

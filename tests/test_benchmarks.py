@@ -269,7 +269,7 @@ def test_a_thread_that_holds_the_lock_takes_it_from_the_spinning_one():
         held = other.submit(hold, 0.2)
         spin = alongside._spin(held.done)
         held.result()
-    assert spin["lost_secs"] >= 0.19
+    assert spin["lost_secs"] > 0.1  # most of it
     assert spin["worst_secs"] <= spin["lost_secs"] <= spin["secs"]
 
 

@@ -1342,23 +1342,37 @@ def test_a_program_that_ends_without_close_fails_where_its_save_does_reports_24_
     assert names(root) == []
 
 
-def test_a_save_that_begins_while_the_program_ends_is_committed_or_fails_it_reports_24_and_39(root):
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_save_that_begins_while_the_program_ends_is_committed_or_fails_it_reports_24_and_39(root, closes):
     """Python 3.12 starts no thread then, and what a registered function raises does not change the exit code."""
     program = """
 import atexit, sys
 import numpy as np
 import flax_rpsave as rps
 
+def save():
+    checkpoint(7, {"x": np.ones(5_000_000, np.float32)}, force=True)
+
 checkpoint = rps.CheckpointCallback({"directory": sys.argv[1]})
-atexit.register(lambda: checkpoint(7, {"x": np.ones(5_000_000, np.float32)}, force=True))
+if sys.argv[2] == "True":
+    atexit.register(checkpoint.close)
+atexit.register(save)
 """
-    done = faults.run_python(program, root)
+    done = faults.run_python(program, root, closes)
     committed = sys.version_info < (3, 12)
     assert done.returncode == (0 if committed else 1)
     assert ("flax_rpsave: the last save failed: step 7 cannot be saved" in done.stderr) == (not committed)
     assert names(root) == (["7"] if committed else [])
     if committed:
         assert (rps.load(root)["x"] == 1).all()
+
+
+def test_a_failed_save_that_is_raised_while_the_program_ends_fails_it_reports_24_and_39(root):
+    program = AT_EXIT + "atexit.register(checkpoint.close)\n"
+    done = faults.run_python(program, root, "fails", "raise")
+    assert done.returncode == 1
+    assert "flax_rpsave: the last save failed: step 10 was not saved" in done.stderr
+    assert names(root) == []
 
 
 # Directories

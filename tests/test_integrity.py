@@ -203,6 +203,7 @@ def rewrite_own(step, change):
 
 def test_a_step_of_a_later_format_is_no_reason_to_take_an_older_one(tmp_path, capsys):
     settings = two_steps(tmp_path, True)
+    (tmp_path / "20" / "default" / "_METADATA").write_text("of another form")
     rewrite_own(tmp_path / "20", lambda own: own.update(format=2, versions={"flax_rpsave": "9.1"}))
     said = f"{tmp_path}/20 was written in format 2, by a later version of flax_rpsave (9.1): use that; this one reads"
     with rps.CheckpointCallback(settings) as checkpoint:

@@ -361,3 +361,44 @@ def test_who_leaves_its_loop_is_not_waited_for(tmp_path, leaving, how):
     assert f"process {leaving} will not take part: {why}" in said[0]
     assert results[leaving].said[0] == ("done None" if how == "close" else "mine: a batch of nothing")
     assert set(rps.load(tmp_path, step=1)) == {"w", "b"}
+
+
+def test_who_cannot_make_its_callback_is_not_waited_for(tmp_path):
+    text = script("""
+    if process == 1:
+        config["directory"] = f"{directory()}/file"
+        open(config["directory"], "w").close()
+    try:
+        checkpoint = rps.CheckpointCallback(config)
+    except rps.ConfigError as error:
+        say("mine:", error)
+    else:
+        told(lambda: checkpoint.resume(make(0)))
+    meet("ended")
+    """)
+    results = run(text, 2, args=[str(tmp_path), "6000"])
+    why = f"checkpoint.directory {tmp_path}/file cannot be written"
+    assert results[1].said[0].startswith(f"mine: {why}")
+    assert f"process 1 will not take part: its callback could not be made: {why}" in results[0].said[0]
+
+
+def test_under_a_budget_all_processes_save_in_the_same_groups(tmp_path):
+    """Also where only process 0 has host values to copy."""
+    text = script("""
+    host = np.arange(2000, dtype=np.float32)
+    def state(step):
+        return {**make(step), "host": host + step, "more": [make(step + n) for n in range(4)]}
+    with rps.CheckpointCallback({**config, "max_staging_gb": 5e-6}) as checkpoint:
+        for step in (1, 2):
+            checkpoint(step, state(step))
+        checkpoint.wait()
+        say(checkpoint._saver._snapshotter.groups)
+    """)
+    results = run(text, 2, args=[str(tmp_path), "60"])
+    assert results[0].said == results[1].said
+    assert int(results[0].said[0]) > 1
+    values = np.arange(64, dtype=np.float32).reshape(8, 8)
+    found = rps.load(tmp_path)
+    assert (found["host"] == np.arange(2000, dtype=np.float32) + 2).all()
+    for n, part in enumerate([found, *found["more"]]):
+        assert (part["w"] == values + (2 if n == 0 else 1 + n)).all()

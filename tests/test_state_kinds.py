@@ -935,6 +935,7 @@ def test_a_number_that_another_width_would_change_is_not_cast(tmp_path, saved, t
         (np.float64(0.5), np.float32(0), np.float32(0.5)),
         (np.float32(0.1), 0.0, float(np.float32(0.1))),
         (float("nan"), np.float32(0), np.float32("nan")),
+        (jnp.bfloat16(np.nan), np.float32(0), np.float32("nan")),
         (2**63 + 7, 0, 2**63 + 7),  # stored as uint64: Python's numbers have no width
     ],
     ids=str,

@@ -98,13 +98,13 @@ def main() -> None:
     elif arguments.processes is not None:
         sys.exit(launch([sys.executable, *sys.argv, "--distributed"], arguments.processes))
     mesh = create_mesh(devices)
-    try:
-        settings = Settings.from_yaml(
-            arguments.config, steps=arguments.steps, data=arguments.data, directory=arguments.directory
-        )
-        train(settings, mesh, log=arguments.log)
-    except FileNotFoundError as error:  # of --config, --data or --log
-        raise SystemExit(f"{error.filename}: {error.strerror}") from error
+    for file in (arguments.config, arguments.data):
+        if file is not None and not Path(file).is_file():
+            raise SystemExit(f"{file}: no such file")
+    settings = Settings.from_yaml(
+        arguments.config, steps=arguments.steps, data=arguments.data, directory=arguments.directory
+    )
+    train(settings, mesh, log=arguments.log)
 
 
 if __name__ == "__main__":

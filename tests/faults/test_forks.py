@@ -73,7 +73,7 @@ print(os.getpid(), checkpoint.all_steps())
     *said, between, after = done.stdout.splitlines()
     assert (done.returncode, between) == (0, "7 [1]"), done.stderr
     parent = after.partition(" ")[0]
-    why = f"this callback was made in process {parent}, of which this one is a fork: make another"
+    why = f"this callback was made by pid {parent}, of which this process is a fork: make another"
     assert said == [f"step 2: {why}", f"wait: {why}", f"resume: {why}"]
     assert after == f"{parent} [1, 2]"
     assert_is_of(rps.load(tmp_path / "run", state_at(0)), 2)
