@@ -332,7 +332,7 @@ def commit_faults(marker: bytes, documents: Mapping[str, bytes | None], where: s
     """Compares documents with the digests in `commit_success.txt`; a stock one has none.
 
     Yields:
-      (name, what is wrong) of the marker itself, or of each document that is missing or was changed.
+      (name, what is wrong) of the marker itself, or of each document that is missing, unknown or was changed.
     """
     if is_stock_marker(marker):
         return
@@ -348,6 +348,9 @@ def commit_faults(marker: bytes, documents: Mapping[str, bytes | None], where: s
             yield name, f"{where}/{name} is missing"
         elif digest(data) != wanted:
             yield name, f"{where}/{name} was changed after it was written"
+    for name in documents:
+        if documents[name] is not None and name not in expected:
+            yield name, f"{where}/{name} is not among the documents that were written"
 
 
 def build_index(digests: Mapping[str, str], save: str) -> bytes:

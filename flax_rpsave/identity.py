@@ -38,9 +38,9 @@ def state(data: bytes | None) -> Literal["own", "alive", "dead", "unknown"]:
     """What is known of the process that left a record.
 
     Args:
-      data: The record; None where there is none, which no writer leaves behind: "dead".
+      data: The record; None where there is none, or empty: its writer was stopped before it could say, "dead".
     """
-    if data is None:
+    if not data:
         return "dead"
     who = _parsed(data)
     if {key: who.get(key) for key in _here()} != _here() or not isinstance(who.get("pid"), int):

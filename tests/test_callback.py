@@ -1159,6 +1159,16 @@ def test_a_step_whose_metrics_cannot_be_read_does_not_stop_retention(root):
 # Interrupted saves
 
 
+@pytest.mark.parametrize("record", [None, b""])
+def test_what_a_run_left_that_was_killed_before_it_said_who_it_is_goes_too(root, record):
+    leftover = root / "20.orbax-checkpoint-tmp-0123abcd"
+    leftover.mkdir(parents=True)
+    if record is not None:
+        (leftover / ".rpsave-writing").write_bytes(record)
+    train(root, 10)
+    assert names(root) == ["10"]
+
+
 def test_leftovers_of_a_killed_run_are_cleaned_by_the_next_runs_first_save_only_reports_31_32_and_34(root):
     process = faults.start_python(
         """

@@ -214,6 +214,19 @@ def test_a_step_of_a_later_format_is_no_reason_to_take_an_older_one(tmp_path, ca
     assert said in capsys.readouterr().err
 
 
+def test_a_document_that_the_marker_does_not_know_is_a_fault(tmp_path):
+    """Else one that was dropped from the list, and changed, would be believed."""
+    rps.save(tmp_path / "one", {"note": "as saved"})
+    marker = tmp_path / "one" / "commit_success.txt"
+    sealed = json.loads(documents.unseal(marker.read_bytes(), "it"))
+    (name,) = [name for name in sealed if name.endswith("_strings.json")]
+    del sealed[name]
+    marker.write_bytes(documents.seal(json.dumps(sealed).encode()))
+    with pytest.raises(rps.CorruptCheckpointError, match=f"{name} is not among the documents that were written"):
+        rps.load(tmp_path / "one")
+    assert cli.main(["verify", str(tmp_path / "one")]) == 1
+
+
 def test_a_step_whose_document_does_not_name_its_indices_is_read_as_before(tmp_path, capsys):
     """Those of versions that did not write them."""
     settings = two_steps(tmp_path, True)
