@@ -79,6 +79,7 @@ def main() -> int:
         file = pathlib.Path(folder, "results.xml")
         code = subprocess.run(
             [sys.executable, "-m", "pytest", "tests/faults", f"--junitxml={file}", "-o", "junit_family=xunit1",
+             "-o", "faulthandler_timeout=0",  # they take minutes
              *(["--numprocesses", str(options.workers)] if options.workers else []), *others],
             cwd=ROOT,
             env={**os.environ, SHARE_VARIABLE: str(options.share), SEED_VARIABLE: str(options.seed)},
