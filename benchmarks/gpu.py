@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import limits, peers, run, states
-from benchmarks.tables import Results, spread, table
+from benchmarks.tables import NOTHING, Results, spread, table
 
 PyTree = Any
 CASES = {
@@ -207,7 +207,9 @@ def section(results: Results) -> list[str]:
     lines = [f"### One accelerator: {result['device']}", "", *table(["one large array", "GB/s"], links), ""]
     for title, found in result["cases"].items():
         gigabytes = found["state_bytes"] / 1e9
-        rows = [["copy on the device", spread(found["device_copy_secs"], 4), "–", "–", "–", f"{gigabytes:.2f}"]]
+        rows = [
+            ["copy on the device", spread(found["device_copy_secs"], 4), NOTHING, NOTHING, NOTHING, f"{gigabytes:.2f}"]
+        ]
         for name, peer in found["peers"].items():
             quiet = statistics.median(peer["quiet_step_secs"])
             slower = [secs / quiet for secs in peer["loop_step_secs"]]
@@ -223,7 +225,7 @@ def section(results: Results) -> list[str]:
                 ]
             )
         raw = found["limits"]["direct_write"] or found["limits"]["buffered_write"]
-        rows.append(["raw write to the disk", "–", "–", f"{raw['secs']:.2f}", "–", "–"])
+        rows.append(["raw write to the disk", NOTHING, NOTHING, f"{raw['secs']:.2f}", NOTHING, NOTHING])
         headings = [
             "blocking, s",
             "snapshot to host, GB/s",
@@ -239,7 +241,7 @@ def section(results: Results) -> list[str]:
 
 def _device_peak(peak: dict[str, int] | None) -> str:
     if peak is None:
-        return "–"
+        return NOTHING
     return ("" if peak["after"] > peak["before"] else "≤ ") + f"{peak['after'] / 1e9:.2f}"
 
 

@@ -5,7 +5,7 @@ import statistics
 from typing import Any
 
 from benchmarks.peers import PEERS
-from benchmarks.tables import Results, spread, table, trials
+from benchmarks.tables import NOTHING, Results, spread, table, trials
 from benchmarks.targets import verdict, verdicts
 
 COST_TARGET = 1 / 4
@@ -68,8 +68,8 @@ class Costs:
             spread(self.commit_secs, 2),
             spread(self.extra_cpu_secs, 2),
             f"{1e3 * quiet:.0f} ({max(self.quiet_steps) / quiet:.2f})",
-            f"{statistics.median(slower):.3f}" if slower else "–",
-            f"{max(slower):.2f}" if slower else "–",
+            f"{statistics.median(slower):.3f}" if slower else NOTHING,
+            f"{max(slower):.2f}" if slower else NOTHING,
         ]
 
 

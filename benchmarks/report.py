@@ -7,7 +7,6 @@ python -m benchmarks.report runs/<file>.json --print            only prints it
 import argparse
 import json
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from benchmarks import (
 from benchmarks.launch import ROOT
 from benchmarks.measures import BLOCKING, COMMIT, CPU, PEAK, RESTORE, RESTORING, SAVING
 from benchmarks.peers import PEERS
-from benchmarks.tables import NOTHING, Measure, Results, load, spread, trials, without_blanks
+from benchmarks.tables import Measure, Results, engines_of, load, spread, trials, without_blanks
 from benchmarks.targets import TARGETS, verdicts
 
 PAGE = ROOT / "docs" / "performance.md"
@@ -44,19 +43,8 @@ def peer_table(results: Results, case: str, measures: Sequence[Measure], *, engi
     headings = ["", *(measure.heading for measure in measures)]
     if engines:
         headings.append("engine")
-        rows = [[*row, engine(results, case, name)] for row, name in zip(rows, peers, strict=True)]
+        rows = [[*row, engines_of(results, case, name)] for row, name in zip(rows, peers, strict=True)]
     return without_blanks(headings, rows)
-
-
-def engine(results: Results, case: str, peer: str) -> str:
-    """What put the warm saves into storage; of processes that did not all have the same, how many had which."""
-    names = []
-    for save in (save for trial in trials(results, "save", case, peer) for save in trial["saves"][1:]):
-        own = save.get("own_stats", [])
-        processes = [own] if isinstance(own, dict) else own  # older files have no list where there was one process
-        mix = Counter(stats["engine"] for stats in processes if "engine" in stats)
-        names += [name if len(mix) == 1 else f"{count} × {name}" for name, count in sorted(mix.items())]
-    return ", ".join(dict.fromkeys(names)) or NOTHING
 
 
 def limits_table(results: Results, case: str) -> list[str]:
@@ -99,10 +87,7 @@ def case_section(results: Results, name: str) -> list[str]:
         lines += [*judged, ""]
     if saved(results, name):
         lines += [f"![Blocking and time to commit of each peer](img/{name}.png)", ""]
-    if name == modes.CASE:
-        saving = modes.modes_table(results, (PEAK, BLOCKING, COMMIT, CPU), BLOCKING)
-    else:
-        saving = peer_table(results, name, SAVING, engines=True)
+    saving = modes.modes_table(results) if name == modes.CASE else peer_table(results, name, SAVING, engines=True)
     for title, body in (
         ("Saving (warm saves; medians, min–max)", saving),
         *restore_costs.tables(results, name),

@@ -4,7 +4,7 @@ import statistics
 
 from benchmarks import restores
 from benchmarks.peers import PEERS
-from benchmarks.tables import Results, spread, table, trials
+from benchmarks.tables import NOTHING, Results, spread, table, trials
 
 
 def tables(results: Results, case: str) -> list[tuple[str, list[str]]]:
@@ -26,7 +26,14 @@ def tables(results: Results, case: str) -> list[tuple[str, list[str]]]:
     copies = [trial["limits"]["memcpy"]["secs"] for trial in trials(results, "machine", case, "")]
     gigabytes = results["cases"][case]["state_bytes"] / 1e9
     placing = [
-        ["memcpy of the state", "–", "–", spread(copies, 3), spread([gigabytes / secs for secs in copies], 2), "–"]
+        [
+            "memcpy of the state",
+            NOTHING,
+            NOTHING,
+            spread(copies, 3),
+            spread([gigabytes / secs for secs in copies], 2),
+            NOTHING,
+        ]
     ]
     for peer in measured:
         for target in (restores.SAME, restores.OTHER, restores.ONE):

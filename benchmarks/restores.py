@@ -59,7 +59,10 @@ def _restored(
     name: str, directory: Path, step: int, abstract: PyTree, digests: states.Digests, cold: bool
 ) -> dict[str, Any]:
     peer = peers.PEERS[name].open(directory)
-    (meters.drop_from_page_cache if cold else meters.read_into_page_cache)(directory)
+    if cold:
+        meters.drop_from_page_cache(directory)
+    else:
+        meters.read_into_page_cache(directory)
     gc.collect()
     before, meter = meters.resident_bytes(), meters.Meter()
     meter.start()

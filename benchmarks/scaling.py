@@ -1,7 +1,6 @@
 """How the time of a save falls with the number of hosts: measured, and as a model predicts it."""
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -103,7 +102,7 @@ def fit(measured: Sequence[Point]) -> Model | None:
         return None
     shares = [1 - 1 / point.hosts for point in few]
     beyond = [point.secs - one.secs / point.hosts for point in few]
-    fixed_secs = sum(map(math.prod, zip(shares, beyond, strict=True))) / sum(share**2 for share in shares)
+    fixed_secs = sum(s * b for s, b in zip(shares, beyond, strict=True)) / sum(share**2 for share in shares)
     return Model(fixed_secs, one.sent_bytes, one.sent_bytes / (one.secs - fixed_secs))
 
 

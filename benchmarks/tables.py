@@ -2,6 +2,7 @@
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -53,6 +54,17 @@ def trials(results: Results, kind: str, case: str, peer: str) -> list[dict[str, 
     """The trials that did what they were to do."""
     wanted = {"kind": kind, "case": case, "peer": peer, "error": None}
     return [trial for trial in results["trials"] if wanted.items() <= trial.items()]
+
+
+def engines_of(results: Results, case: str, peer: str) -> str:
+    """What put the warm saves into storage; of processes that did not all have the same, how many had which."""
+    names = []
+    for save in (save for trial in trials(results, "save", case, peer) for save in trial["saves"][1:]):
+        own = save.get("own_stats", [])
+        processes = [own] if isinstance(own, dict) else own  # older files have no list where there was one process
+        mix = Counter(stats["engine"] for stats in processes if "engine" in stats)
+        names += [name if len(mix) == 1 else f"{count} × {name}" for name, count in sorted(mix.items())]
+    return ", ".join(dict.fromkeys(names)) or NOTHING
 
 
 def load(results: Results, cases: Collection[str]) -> list[str]:

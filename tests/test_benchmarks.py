@@ -563,7 +563,7 @@ def test_engine_is_named_once_or_by_processes():
     def found(*saves):
         saves = [{"own_stats": [{"engine": name} for name in names]} for names in (("first",), *saves)]
         trial = {"kind": "save", "case": "gpt2_small", "peer": "rpsave", "error": None, "saves": saves}
-        return report.engine({"trials": [trial]}, "gpt2_small", "rpsave")
+        return tables.engines_of({"trials": [trial]}, "gpt2_small", "rpsave")
 
     assert found(("direct", "direct"), ("direct", "direct")) == "direct"
     assert found(("direct", "tensorstore"), ("tensorstore", "direct")) == "1 × direct, 1 × tensorstore"
