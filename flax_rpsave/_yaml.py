@@ -56,7 +56,7 @@ def read_section(path: str | os.PathLike[str], section: str) -> Section:
         raise
     except RecursionError as error:
         raise ConfigError(f"{file}: is nested too deeply") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or number that its own pattern lets through
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date, number or character that PyYAML lets through
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     return result
 

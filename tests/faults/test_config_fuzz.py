@@ -5,6 +5,7 @@ import tempfile
 
 import hypothesis
 import hypothesis.strategies as st
+import pytest
 import yaml
 
 import flax_rpsave as rps
@@ -98,6 +99,13 @@ def test_nesting_and_aliases_without_bound_are_refused_in_no_time(tmp_path):
     for text in (deep, aliases + "checkpoint: {directory: *a39}", aliases + "checkpoint: *a39", itself):
         (tmp_path / "c.yaml").write_text(text)
         assert len(str(outcome(lambda: rps.CheckpointConfig.from_yaml(tmp_path / "c.yaml")))) < 5000
+
+
+def test_a_character_beyond_all_is_refused(tmp_path):
+    """PyYAML asks Python for it, which raises an OverflowError."""
+    (tmp_path / "c.yaml").write_text('checkpoint:\n  directory: "\\U99999999"\n')
+    with pytest.raises(rps.ConfigError, match="not valid YAML"):
+        rps.CheckpointConfig.from_yaml(tmp_path / "c.yaml")
 
 
 def test_numbers_too_long_for_text_are_refused_by_name(tmp_path):
