@@ -34,7 +34,7 @@ def put(values, spec=P(), on=None):
     return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index], dtype=values.dtype)
 
 def say(*words):
-    print("SAY", *words, flush=True)
+    print("\\nSAY", *words, flush=True)  # the runtime may have written a part of a line
 """
 
 
