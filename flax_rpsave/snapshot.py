@@ -128,8 +128,9 @@ class Snapshotter:
         self._on_host = [i for i, leaf in enumerate(leaves) if _stays_on_host(leaf.value)]
         self._compared = frozenset(compared)
         programs = build_programs(plan, self._leaves, set(self._on_host), self._compared)
+        self._host_nbytes = {i: self._most_on_host(i) for i in self._on_host}
         self._host_groups = self._cut_host_leaves(max_nbytes)
-        begun = [sum(map(self._host_nbytes, group)) for group in self._host_groups]
+        begun = [sum(self._host_nbytes[i] for i in group) for group in self._host_groups]
         self._groups = group_by_budget(programs, max_nbytes, begun)
         self._host_groups += [[] for _ in self._groups[len(begun) :]]
         for program in itertools.chain(*self._groups):
@@ -143,13 +144,13 @@ class Snapshotter:
     @property
     def largest_copy(self) -> tuple[int, int]:
         """(bytes in one process, index of a leaf in it) of the largest copy that cannot be divided between groups."""
-        on_host = ((self._host_nbytes(i), i) for i in self._on_host)
-        on_devices = (
-            (output.nbytes * most_of_a_process(program.mesh.devices.flat), next(filter(None, output.items))[0].leaf)
-            for program in itertools.chain(*self._groups)
-            for output in program.outputs
-        )
-        return max(itertools.chain(on_host, on_devices), default=(0, 0))
+        copies = [(nbytes, i) for i, nbytes in self._host_nbytes.items()]
+        for program in itertools.chain(*self._groups):
+            devices = most_of_a_process(program.mesh.devices.flat)
+            copies += [
+                (output.nbytes * devices, next(filter(None, output.items))[0].leaf) for output in program.outputs
+            ]
+        return max(copies, default=(0, 0))
 
     @property
     def staging_nbytes(self) -> int:
@@ -235,8 +236,7 @@ class Snapshotter:
         """The leaves that the host copies, in groups that fit the budget (or that have one leaf)."""
         groups: list[list[int]] = [[]]
         room = limit = math.inf if max_nbytes is None else max_nbytes
-        for i in self._on_host:
-            nbytes = self._host_nbytes(i)
+        for i, nbytes in self._host_nbytes.items():
             if nbytes > room and groups[-1]:
                 groups.append([])
                 room = limit
@@ -244,7 +244,7 @@ class Snapshotter:
             room -= nbytes
         return groups
 
-    def _host_nbytes(self, i: int) -> int:
+    def _most_on_host(self, i: int) -> int:
         """Bytes of a leaf that a process copies on the host, at most: the same in all, as the groups must be."""
         plan, layout = self.plan.leaves[i], self.plan.leaves[i].layout
         if layout.mesh is None:

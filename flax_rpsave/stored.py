@@ -392,6 +392,7 @@ def open_documents(there: Documents, context: ts.Context) -> Stored:
 
     Raises:
       CorruptCheckpointError: One of them makes no sense, or the database is damaged.
+      RPSaveError: A later version of this package wrote it, in another format.
     """
     directory, place = there.directory, there.item
     own: dict[str, Any] = {}

@@ -28,10 +28,10 @@ from tests.test_direct import (
     DTYPES,
     check,
     chunk_shapes,
-    is_direct,
     is_written_to,
     leaf,
     pieces_of,
+    refuse_direct_writes,
     state_at,
     watched_pieces_of,
 )
@@ -136,22 +136,8 @@ def test_short_writes_are_continued(tmp_path, monkeypatch, most, checksum):
 def test_where_direct_writes_are_refused_no_more_are_tried_and_later_saves_go_through_tensorstore(
     tmp_path, monkeypatch, caplog, call, code
 ):
-    real, refused = getattr(os, call), []
-
-    def picky(first, *arguments):
-        asked = (
-            arguments[0] & os.O_DIRECT and ".probe" not in first
-            if call == "open"
-            else is_direct(first) and len(arguments[0]) > ALIGNMENT  # a probe would not show it
-        )
-        if asked:
-            refused.append(first)
-            raise OSError(code, os.strerror(code))
-        return real(first, *arguments)
-
+    refused = refuse_direct_writes(monkeypatch, call, code)
     monkeypatch.setattr(chunk_files, "_DIRECT_NBYTES", ALIGNMENT)
-    monkeypatch.setattr(engines, "is_on_local_disk", lambda path: True)
-    monkeypatch.setattr(os, call, picky)
     caplog.set_level(logging.INFO, "flax_rpsave")
     names = []
     state = {f"{i}": jnp.full((2000,), i, jnp.float32) for i in range(9)}

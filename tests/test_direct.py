@@ -220,6 +220,26 @@ def is_direct(descriptor):
     return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
 
 
+def refuse_direct_writes(monkeypatch, call, code):
+    """Has direct writes, but not those of probes, fail by a call of `os`; returns what is refused, as it comes."""
+    real, refused = getattr(os, call), []
+
+    def picky(first, *arguments):
+        asked = (
+            arguments[0] & os.O_DIRECT and ".probe" not in first
+            if call == "open"
+            else is_direct(first) and len(arguments[0]) > ALIGNMENT  # a probe would not show it
+        )
+        if asked:
+            refused.append(first)
+            raise OSError(code, os.strerror(code))
+        return real(first, *arguments)
+
+    monkeypatch.setattr(os, call, picky)
+    monkeypatch.setattr(engines, "is_on_local_disk", lambda path: True)
+    return refused
+
+
 def is_written_to(link):
     """Whether an entry of /proc/self/fd is a file that was opened for writing."""
     try:
@@ -249,21 +269,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch, most):
 def test_direct_writes_that_are_refused_go_through_the_page_cache_and_later_saves_through_tensorstore(
     tmp_path, monkeypatch, caplog, call, code
 ):
-    real, refused = getattr(os, call), []
-
-    def picky(first, *arguments):
-        asked = (
-            arguments[0] & os.O_DIRECT and ".probe" not in first
-            if call == "open"
-            else is_direct(first) and len(arguments[0]) > ALIGNMENT  # a probe would not show it
-        )
-        if asked:
-            refused.append(first)
-            raise OSError(code, os.strerror(code))
-        return real(first, *arguments)
-
-    monkeypatch.setattr(os, call, picky)
-    monkeypatch.setattr(engines, "is_on_local_disk", lambda path: True)
+    refused = refuse_direct_writes(monkeypatch, call, code)
     caplog.set_level(logging.INFO, "flax_rpsave")
     names = []
     with run(tmp_path) as checkpoint:
