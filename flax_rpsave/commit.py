@@ -328,7 +328,7 @@ def read_metrics(step: Directory) -> dict[str, Any]:
 
 
 def metrics_of(step: Directory, parsed: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a step whose `_CHECKPOINT_METADATA` has been parsed; stock Orbax has them in an item of their own.
+    """The metrics of a step whose `_CHECKPOINT_METADATA` has been parsed; stock Orbax has them in their own item only.
 
     Raises:
       CorruptCheckpointError: That cannot be read.

@@ -4,6 +4,7 @@ Orbax has no public writer for `_METADATA` and `array_metadatas`; the formats ar
 This package's own documents are sealed: they end in a digest of themselves.
 
     <step>/_CHECKPOINT_METADATA                    item handlers, times, metrics; `custom_metadata.flax_rpsave`
+    <step>/metrics/metrics                         the metrics once more, where stock Orbax looks for them
     <step>/commit_success.txt                      digests of the other documents, sealed
     <step>/default/_METADATA                       a tree entry a leaf, empty containers too
     <step>/default/_sharding                       a sharding a `jax.Array`
@@ -45,7 +46,7 @@ SHARDINGS = "_sharding"
 STRINGS = "_strings.json"
 CHECKPOINT = "_CHECKPOINT_METADATA"
 COMMIT = "commit_success.txt"
-METRICS = "metrics/metrics"  # of stock Orbax
+METRICS = "metrics/metrics"  # an item of its own, from which stock Orbax knows its best step
 ARRAY_METADATAS = "array_metadatas"
 DOCUMENT_NAMES = frozenset({TREE, SHARDINGS, STRINGS, CHECKPOINT, COMMIT, ARRAY_METADATAS})
 """Names that no array may have where arrays lie beside the documents."""
@@ -54,7 +55,9 @@ FORMAT_VERSION = 1
 
 logger = logging.getLogger("flax_rpsave")
 
-_HANDLER = "orbax.checkpoint._src.handlers.standard_checkpoint_handler.StandardCheckpointHandler"
+_HANDLERS = "orbax.checkpoint._src.handlers"
+_STATE_HANDLER = f"{_HANDLERS}.standard_checkpoint_handler.StandardCheckpointHandler"
+_METRICS_HANDLER = f"{_HANDLERS}.json_checkpoint_handler.JsonCheckpointHandler"
 _STOCK_COMMIT = b"Checkpoint commit was successful"
 
 
@@ -236,18 +239,24 @@ def build_checkpoint(
 
     Args:
       item: Name of the item in the step's directory; None where the item is that directory.
-      metrics: Numbers by name.
+      metrics: Numbers by name; none where the item is that directory.
       own: What this package keeps there.
       begun_ns: When the save began, in ns since 1970.
     """
+    of_metrics = {METRICS.partition("/")[0]: _METRICS_HANDLER} if metrics else {}
     return _json({
-        "item_handlers": _HANDLER if item is None else {item: _HANDLER},
+        "item_handlers": _STATE_HANDLER if item is None else {item: _STATE_HANDLER, **of_metrics},
         "metrics": dict(metrics),
         "performance_metrics": {},
         "init_timestamp_nsecs": begun_ns,
         "commit_timestamp_nsecs": time.time_ns(),
         "custom_metadata": {"flax_rpsave": {"format": FORMAT_VERSION, "versions": _versions(), **own}},
     })  # fmt: skip
+
+
+def build_metrics(metrics: Mapping[str, Any]) -> bytes:
+    """`metrics/metrics`: numbers by name."""
+    return _json(dict(metrics))
 
 
 def exact_json(value: Any) -> str:
@@ -313,7 +322,7 @@ def parse_checkpoint(data: bytes, where: str) -> dict[str, Any]:
 
 
 def parse_metrics(data: bytes, where: str) -> dict[str, Any]:
-    """Parses the metrics of stock Orbax's `CheckpointManager`, which are an item of their own."""
+    """Parses `metrics/metrics`, the only place in which stock Orbax's `CheckpointManager` has them."""
     with _parsing(where):
         return dict(json.loads(data))
 

@@ -284,13 +284,14 @@ class SaveRun:
         commit.check(store, indices)
         plans = {leaf.layout.name: leaf for leaf in request.plan.leaves}
         prefix = f"{request.item}/" if request.item is not None else ""
+        metrics = documents.as_numbers(request.metrics)
         files = {
             f"{prefix}{documents.TREE}": documents.build_tree(request.leaves, plans, use_ocdbt),
             f"{prefix}{documents.SHARDINGS}": documents.build_shardings(request.leaves),
             f"{prefix}{documents.ARRAY_METADATAS}/process_0": documents.build_array_metadatas(request.leaves, plans),
             documents.CHECKPOINT: documents.build_checkpoint(
                 request.item,
-                documents.as_numbers(request.metrics),
+                metrics,
                 {
                     "step": request.step,
                     "processes": len(reports),
@@ -303,6 +304,8 @@ class SaveRun:
         }
         if (strings := documents.build_strings(request.leaves)) is not None:
             files[f"{prefix}{documents.STRINGS}"] = strings
+        if metrics:
+            files[documents.METRICS] = documents.build_metrics(metrics)
         commit.publish(temporary, item, request.final, files, request.nonce)
 
     def _check_replicas(self, reports: Sequence[Mapping[str, Any]]) -> None:

@@ -475,6 +475,35 @@ def test_the_best_of_stocks_steps_is_kept(tmp_path, capsys):
     assert sorted(path.name for path in root.iterdir()) == ["10", "2"]
 
 
+@pytest.mark.parametrize("item", ["default", "state"])
+def test_stock_orbax_finds_the_best_of_our_steps(tmp_path, item):
+    root = tmp_path / "run"
+    with in_run(root, item=item) as callback:
+        for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None)):
+            callback(step, {"x": jnp.full(4, step)}, metrics=None if loss is None else {"loss": loss})
+    options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"], best_mode="min", max_to_keep=2)
+    with ocp.CheckpointManager(root, options=options) as manager:
+        assert manager.best_step() == 20
+        assert manager.metrics(30) == {"loss": 2.0}
+        assert manager.metrics(40) is None
+    with ocp.CheckpointManager(root, item_names=(item,)) as manager:  # nor does the item disturb who does not ask for it
+        args = ocp.args.Composite(**{item: ocp.args.StandardRestore({"x": jnp.zeros(4)})})
+        restored = manager.restore(20, args=args)[item]
+    np.testing.assert_array_equal(restored["x"], np.full(4, 20))
+
+
+def test_changed_metrics_of_our_step_are_noticed(tmp_path, capsys):
+    root = tmp_path / "run"
+    with in_run(root) as callback:
+        for step in (10, 20):
+            callback(step, {"x": jnp.full(4, float(step))}, metrics={"loss": 1.0})
+    (root / "20" / "metrics" / "metrics").write_text('{"loss": 0.0}')
+    assert cli.main(["verify", str(root)]) == 1
+    assert "metrics/metrics" in capsys.readouterr().out
+    with in_run(root) as callback:
+        assert callback.resume({"x": jnp.zeros(4)})[1] == 10
+
+
 def test_a_state_that_stock_wrote_without_key_implementations_fits_legacy_keys_only(tmp_path):
     """Legacy uint32 keys are plain arrays; they are not taken for typed keys, nor the other way (report 14)."""
     write_with_manager(tmp_path / "run", {"key": jax.random.PRNGKey(3)})
