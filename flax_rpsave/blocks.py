@@ -1,7 +1,8 @@
 """Blocks of files, which two threads fill from chunks, digest, and write past the page cache.
 
-The threads take the blocks in order: each copies what belongs into its block to a buffer of its own, aligned as direct
-writes want it, takes the digests from there, and writes. A digest has to see a chunk's bytes in order, so where a chunk
+The threads take the blocks in order. Direct writes want whole pages of memory for pages of the file: what lies in
+memory as it will in the file is written from where it lies, and the rest, such as the ends of a chunk, is copied to a
+buffer of the thread's own. A digest has to see a chunk's bytes in order, so where a chunk
 goes on in the next block, the thread that has that one waits until this part was seen; since blocks are taken in order,
 there is always one that need not wait.
 
@@ -22,12 +23,15 @@ import numpy as np
 import xxhash
 
 from flax_rpsave.chunk_bytes import ChunkBytes
-from flax_rpsave.direct_file import BLOCK_NBYTES, aligned_buffer
+from flax_rpsave.direct_file import ALIGNMENT, BLOCK_NBYTES, aligned_buffer
 from flax_rpsave.directory import FileDirectory
 from flax_rpsave.engine import Written, array_documents, document_digests
 from flax_rpsave.planner import LeafPlan
 from flax_rpsave.snapshot import Piece
 from flax_rpsave.store import chunk_key
+
+_IN_PLACE_NBYTES = 64 << 10  # values from this size on are written from where they lie: a block is few pieces of memory
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Helper:
@@ -77,8 +81,8 @@ def new_buffers() -> Buffers:
 class BlockFile(Protocol):
     """What blocks are written to."""
 
-    def write(self, data: memoryview, offset: int) -> None:
-        """Writes all of the data; called by either thread, in any order."""
+    def write(self, parts: Sequence[memoryview], offset: int) -> None:
+        """Writes parts one behind the other; called by either thread, in any order."""
 
 
 @dataclass(slots=True)
@@ -97,6 +101,14 @@ class Value:
     hasher: Any = None
     digested: int = 0
 
+    @property
+    def page_offset(self) -> int | None:
+        """Where in a page of the file it is to begin, to be written from where it lies; None if that does not pay."""
+        memory = self.source.memory
+        if memory is None or len(memory) < _IN_PLACE_NBYTES:
+            return None
+        return int(memory.ctypes.data) % ALIGNMENT
+
 
 def plain_value(data: bytes | bytearray, key: str | None = None) -> Value:
     """Bytes that need no digest."""
@@ -112,6 +124,16 @@ class Part:
     begin: int
     end: int
     at: int
+
+    def pages(self) -> tuple[int, np.ndarray]:
+        """The pages of the block that lie in memory as they will in the file: where they begin, and their bytes."""
+        memory = self.value.source.memory
+        if memory is None or self.value.page_offset != (self.at - self.begin) % ALIGNMENT:
+            return self.at, _NOTHING
+        begin = -(-self.at // ALIGNMENT) * ALIGNMENT
+        end = (self.at + min(self.end, len(memory)) - self.begin) // ALIGNMENT * ALIGNMENT
+        first = self.begin + begin - self.at
+        return (begin, memory[first : first + end - begin]) if end > begin else (self.at, _NOTHING)
 
 
 @dataclass(slots=True)
@@ -158,32 +180,49 @@ class BlockWriter:
                     block = next(blocks, None)
                 if block is None:
                     return
-                filled = 0
-                for part in block.parts:
-                    buffer[filled : part.at] = 0
-                    filled = part.at + part.end - part.begin
-                    if not self._fill(part, buffer[part.at : filled]):
-                        return
-                buffer[filled : block.nbytes] = 0
-                block.file.write(buffer[: block.nbytes].data, block.offset)
+                if (parts := self._filled(block, buffer)) is None:
+                    return
+                block.file.write(parts, block.offset)
         except BaseException as error:  # noqa: BLE001 - raised by the thread that began
             with self._digesting:
                 self._error = self._error or error
                 self._digesting.notify_all()
 
-    def _fill(self, part: Part, out: np.ndarray) -> bool:
-        """Copies a part of a value to a buffer and takes its digest; False where the other thread has failed."""
+    def _filled(self, block: Block, buffer: np.ndarray) -> list[memoryview] | None:
+        """The memory that a block is written from, in order; None where the other thread has failed."""
+        memory: list[np.ndarray] = []
+        begin = filled = 0  # of the buffer's memory that is not among it yet
+        for part in block.parts:
+            buffer[filled : part.at] = 0
+            filled = part.at + part.end - part.begin
+            at, pages = part.pages()
+            behind = at + len(pages)
+            for first, last in ((part.at, at), (behind, filled)):
+                if last > first:
+                    part.value.source.copy(part.begin + first - part.at, buffer[first:last])
+            if len(pages):
+                memory += [buffer[begin:at], pages]
+                begin = behind
+            if not self._digest(part, [buffer[part.at : at], pages, buffer[behind:filled]]):
+                return None
+        buffer[filled : block.nbytes] = 0
+        memory.append(buffer[begin : block.nbytes])
+        return [piece.data for piece in memory if len(piece)]
+
+    def _digest(self, part: Part, pieces: Sequence[np.ndarray]) -> bool:
+        """Takes the digest of a part that lies in pieces; False where the other thread has failed."""
         value = part.value
         if value.key is None or value.hasher is None:
-            value.source.copy(part.begin, out)
             return True
         if part.begin:
             with self._digesting:
                 self._digesting.wait_for(lambda: value.digested == part.begin or self._error is not None)
                 if self._error is not None:
                     return False
-        value.source.copy(part.begin, out)
-        value.source.digest(value.hasher, part.begin, out)
+        begin = part.begin
+        for piece in filter(len, pieces):
+            value.source.digest(value.hasher, begin, piece)
+            begin += len(piece)
         if part.end == value.source.nbytes:
             self._digests[value.key] = value.hasher.hexdigest()
         else:

@@ -38,6 +38,11 @@ class ChunkBytes:
         if values.flags.c_contiguous and not self._padded_within:
             self._flat = self._values.reshape(-1).view(np.uint8)
 
+    @property
+    def memory(self) -> np.ndarray | None:
+        """The bytes of the values, where these lie in memory as in storage; zeros that come after them are left out."""
+        return self._flat
+
     def copy(self, begin: int, out: np.ndarray) -> None:
         """Copies the bytes from `begin` on to a buffer.
 
@@ -53,7 +58,10 @@ class ChunkBytes:
         out[len(part) :] = 0
 
     def digest(self, hasher: Any, begin: int, copied: np.ndarray) -> None:
-        """Digests what `copy` has copied, without the zeros around the values."""
+        """Digests what `copy` has copied, or would have, without the zeros around the values."""
+        if self._flat is not None:
+            hasher.update(copied[: max(0, len(self._flat) - begin)])
+            return
         first, last = self.values_before(begin), self.values_before(begin + len(copied))
         if not self._padded_within:
             hasher.update(copied[: last - first])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from flax_rpsave.blocks import Block, BlocksEngine, Part, Value, plain_value
 from flax_rpsave.direct_file import ALIGNMENT, BLOCK_NBYTES, DirectFile, sync_file_system
@@ -121,12 +121,12 @@ class _ChunkFile:
         self._file: DirectFile | None = None
         self._changing = threading.Lock()
 
-    def write(self, data: memoryview, offset: int) -> None:
+    def write(self, parts: Sequence[memoryview], offset: int) -> None:
         """See `BlockFile.write`."""
         with self._changing:
             if self._file is None:
                 self._file = self._files.begin(self._key, self._nbytes, self._direct)
-        self._file.write(data, offset)
+        self._file.write(parts, offset)
         with self._changing:
             self._blocks_left -= 1
             whole = not self._blocks_left

@@ -11,14 +11,14 @@ import numpy as np
 
 from flax_rpsave import ocdbt
 from flax_rpsave.blocks import Block, BlocksEngine, Part, Value, plain_value
-from flax_rpsave.direct_file import ALIGNMENT, BLOCK_NBYTES, LARGE_NBYTES, DirectFile
+from flax_rpsave.direct_file import ALIGNMENT, BLOCK_NBYTES, DirectFile
 from flax_rpsave.directory import FileDirectory
 from flax_rpsave.documents import digest
 from flax_rpsave.engine import Written
 from flax_rpsave.snapshot import Piece
 from flax_rpsave.store import MAX_INLINE_NBYTES, OCDBT_MANIFEST
 
-_SMALL_ALIGNMENT = 64  # of values of less than `LARGE_NBYTES`
+_VALUE_ALIGNMENT = 64  # of values that are not written from where they lie
 
 
 class DirectEngine(BlocksEngine):
@@ -92,16 +92,18 @@ class DirectEngine(BlocksEngine):
         fill = 0
         for value in values:
             nbytes = value.source.nbytes
-            alignment = ALIGNMENT if nbytes >= LARGE_NBYTES else _SMALL_ALIGNMENT
-            fill = -(-fill // alignment) * alignment
             if value.key is not None:
+                if (wanted := value.page_offset) is not None:
+                    fill += (wanted - fill) % ALIGNMENT  # in the next block where this one ends before
+                else:
+                    fill = -(-fill // _VALUE_ALIGNMENT) * _VALUE_ALIGNMENT
                 place = ocdbt.Location(self._name, block.offset + fill, nbytes)
                 self._entries.append((value.key.encode(), place))
             begin = 0
             while begin < nbytes:
-                if fill == BLOCK_NBYTES:
+                if fill >= BLOCK_NBYTES:
                     yield block
-                    block, fill = Block(self._file, block.offset + BLOCK_NBYTES, BLOCK_NBYTES, []), 0
+                    block, fill = Block(self._file, block.offset + BLOCK_NBYTES, BLOCK_NBYTES, []), fill - BLOCK_NBYTES
                 end = min(nbytes, begin + BLOCK_NBYTES - fill)
                 block.parts.append(Part(value, begin, end, fill))
                 fill, begin = fill + end - begin, end

@@ -17,7 +17,7 @@ import mmap
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -26,8 +26,6 @@ logger = logging.getLogger("flax_rpsave")
 ALIGNMENT = 4096  # of memory, offsets and lengths; devices ask for 512 or 4096
 BLOCK_NBYTES = 8 << 20
 """What is read or written at once."""
-LARGE_NBYTES = 1 << 20
-"""Values from this size on begin at a multiple of `ALIGNMENT`, and are read past the page cache."""
 ENGINE_VARIABLE = "RPSAVE_ENGINE"
 """Environment variable: `auto`, `direct` or `tensorstore`."""
 
@@ -82,12 +80,18 @@ class DirectFile:
             if code != errno.EINTR:
                 raise OSError(code, os.strerror(code), self.path)
 
-    def write(self, data: memoryview, offset: int) -> None:
-        """Writes all of the data; its memory, its length and the offset are multiples of `ALIGNMENT`."""
-        while data:
+    def write(self, parts: Sequence[memoryview], offset: int) -> None:
+        """Writes bytes, one part behind the other.
+
+        Args:
+          parts: The bytes; memory and length of each are multiples of `ALIGNMENT`. At most 1024.
+          offset: Where the first goes, a multiple as well.
+        """
+        left = list(parts)
+        while left:
             direct = self.direct
             try:
-                done = os.pwrite(self._descriptor, data, offset)
+                done = os.pwritev(self._descriptor, left, offset)
             except OSError as error:
                 if not direct or error.errno not in _REFUSED:
                     raise OSError(error.errno, error.strerror, self.path) from None
@@ -97,7 +101,11 @@ class DirectFile:
                 continue
             if not done:
                 raise OSError(errno.EIO, "Nothing was written", self.path)
-            data, offset = data[done:], offset + done
+            offset += done
+            while left and done >= len(left[0]):
+                done -= len(left.pop(0))
+            if done:
+                left[0] = left[0][done:]
 
     def finish(self, nbytes: int) -> None:
         """Makes what was written durable, and the file as long as that."""

@@ -26,7 +26,6 @@ from flax_rpsave.direct_file import (
     ALIGNMENT,
     BLOCK_NBYTES,
     ENGINE_VARIABLE,
-    LARGE_NBYTES,
     aligned_buffer,
     is_on_local_disk,
     open_direct,
@@ -35,6 +34,7 @@ from flax_rpsave.directory import Directory, FileDirectory
 
 logger = logging.getLogger("flax_rpsave")
 
+_LARGE_NBYTES = 1 << 20  # chunks from this size on are read past the page cache
 _THREADS = 4  # a disk is at its fastest with a few requests at once
 _OPEN_FILES = 64  # of a process's 1024, where nobody has allowed more
 
@@ -102,7 +102,7 @@ class DirectReads:
           Futures: whether the chunks were read and their digests are right.
         """
         plain: np.ndarray = values.view(PLAIN[values.itemsize])
-        large = math.prod(chunk_shape) * values.itemsize >= LARGE_NBYTES
+        large = math.prod(chunk_shape) * values.itemsize >= _LARGE_NBYTES
         parts = [[chunk] for chunk in chunks] if large else [list(chunks)]
         return [self._executor.submit(self._read_all, plain, chunk_shape, part, large) for part in parts]
 

@@ -14,6 +14,15 @@ def bits(value):
     return array.dtype.name, array.shape, np.ascontiguousarray(array).tobytes()
 
 
+def head(parts, nbytes):
+    """The first bytes of parts of memory that lie one behind the other."""
+    found = []
+    for part in parts:
+        found.append(part[:nbytes])
+        nbytes -= len(found[-1])
+    return [part for part in found if len(part)]
+
+
 def assert_same_tree(got, expected):
     """Both have the same structure, and equal leaves: type of array or scalar, dtype, shape and every bit."""
     expected_leaves, expected_tree = jax.tree_util.tree_flatten_with_path(expected)

@@ -24,6 +24,7 @@ from flax_rpsave.directory import FileDirectory
 from flax_rpsave.engine import TensorStoreEngine
 from flax_rpsave.store import new_context
 from tests import faults
+from tests.helpers import head
 from tests.test_direct import (
     DTYPES,
     check,
@@ -124,14 +125,14 @@ def run(root, **storage):
 @pytest.mark.parametrize("most", [ALIGNMENT, 1000], ids=["aligned", "unaligned"])
 @pytest.mark.usefixtures("direct_mode")
 def test_short_writes_are_continued(tmp_path, monkeypatch, most, checksum):
-    pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:most], at))
+    pwritev = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, parts, at: pwritev(fd, head(parts, most), at))
     with run(tmp_path, checksum=checksum) as checkpoint:
         checkpoint(1, state_at(1))
     check(tmp_path, 1)
 
 
-@pytest.mark.parametrize("call", ["open", "pwrite"])
+@pytest.mark.parametrize("call", ["open", "pwritev"])
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
 def test_where_direct_writes_are_refused_no_more_are_tried_and_later_saves_go_through_tensorstore(
     tmp_path, monkeypatch, caplog, call, code
@@ -188,7 +189,7 @@ class FailingSync:
         return -1
 
 
-@pytest.mark.parametrize("call", ["mkdir", "open", "pwrite", "ftruncate", "syncfs"])
+@pytest.mark.parametrize("call", ["mkdir", "open", "pwritev", "ftruncate", "syncfs"])
 @pytest.mark.usefixtures("direct_mode")
 def test_an_error_names_path_and_reason_and_leaves_the_step_before(tmp_path, monkeypatch, call):
     code = errno.ENOSPC

@@ -58,7 +58,7 @@ def test_a_chunk_comes_to_its_place_wherever_it_lies(tmp_path_factory, shape, pa
     box = tuple(slice(1, n + 1) for n in shape)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct_reads, "BLOCK_NBYTES", block)
-        patch.setattr(direct_reads, "LARGE_NBYTES", 0 if large else 1 << 40)
+        patch.setattr(direct_reads, "_LARGE_NBYTES", 0 if large else 1 << 40)
         assert read(whole, chunk_shape, PlacedChunk(str(path), offset, box, digest(values)))
         assert not read(whole.copy(), chunk_shape, PlacedChunk(str(path), offset, box, digest(values + values + 1)))
     expected = np.zeros_like(whole)
@@ -78,7 +78,7 @@ def test_what_is_missing_or_cut_off_is_not_read(tmp_path):
 def saved(request, tmp_path, monkeypatch):
     """A checkpoint by the direct engine, and its state."""
     monkeypatch.setenv("RPSAVE_ENGINE", "direct")
-    monkeypatch.setattr(direct_reads, "LARGE_NBYTES", 0)
+    monkeypatch.setattr(direct_reads, "_LARGE_NBYTES", 0)
     rng = np.random.default_rng(0)
     state = {"a": rng.random((64, 128), np.float32), "b": rng.random(5000, np.float32), "c": np.float32(3)}
     storage = {"checksum": request.param != "no digests", "use_ocdbt": request.param != "files"}

@@ -486,7 +486,7 @@ def test_stock_orbax_finds_the_best_of_our_steps(tmp_path, item):
         assert manager.best_step() == 20
         assert manager.metrics(30) == {"loss": 2.0}
         assert manager.metrics(40) is None
-    with ocp.CheckpointManager(root, item_names=(item,)) as manager:  # nor does the item disturb who does not ask for it
+    with ocp.CheckpointManager(root, item_names=(item,)) as manager:  # which does not disturb others
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore({"x": jnp.zeros(4)})})
         restored = manager.restore(20, args=args)[item]
     np.testing.assert_array_equal(restored["x"], np.full(4, 20))

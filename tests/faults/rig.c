@@ -112,6 +112,8 @@ ON_DESCRIPTOR(ssize_t, pwrite, (int fd, const void *data, size_t n, off_t at), (
 ON_DESCRIPTOR(ssize_t, pwrite64, (int fd, const void *data, size_t n, off64_t at), (fd, data, n, at))
 ON_DESCRIPTOR(ssize_t, pwritev, (int fd, const struct iovec *parts, int n, off_t at), (fd, parts, n, at))
 ON_DESCRIPTOR(ssize_t, pwritev64, (int fd, const struct iovec *parts, int n, off64_t at), (fd, parts, n, at))
+ON_DESCRIPTOR(ssize_t, pwritev2, (int fd, const struct iovec *parts, int n, off_t at, int how), (fd, parts, n, at, how))
+ON_DESCRIPTOR(ssize_t, pwritev64v2, (int fd, const struct iovec *parts, int n, off64_t at, int how), (fd, parts, n, at, how))
 ON_DESCRIPTOR(int, fsync, (int fd), (fd))
 ON_DESCRIPTOR(int, fdatasync, (int fd), (fd))
 ON_DESCRIPTOR(int, syncfs, (int fd), (fd))
