@@ -107,6 +107,16 @@ class Structure:
         self._variables: list[tuple[Any, Any]] = []  # (path, Variable or array attribute) over all NNX objects
         self._slots: list[tuple[str, int, int]] = []  # of each leaf: where it belongs, and its index there
 
+    def places(self) -> list[int | None] | None:
+        """For each leaf of the pytree (`jax.tree.leaves`) which of the leaves it is, or None if it is not stored.
+
+        None for a state with NNX objects.
+        """
+        if any(map(_is_nnx, self._values)):
+            return None
+        stored = {position: i for i, (_, position, _) in enumerate(self._slots)}
+        return [stored.get(k) for k, value in enumerate(self._values) if not _is_empty_node(value)]
+
     def rebuild(self, values: Mapping[int, Any]) -> Any:
         """The state with leaf i replaced by `values[i]`; leaves not named keep what they have.
 
@@ -157,7 +167,7 @@ def flatten(state: Any) -> tuple[list[Leaf], Structure]:
     transient: list[str] = []
 
     def add(where: str, at: int, part: int, path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> None:
-        if (leaf := _leaf(path, key_types, value)) is not None:
+        if (leaf := leaf_of(path, key_types, value)) is not None:
             leaves.append(leaf)
             structure._slots.append((where, at, part))
 
@@ -300,7 +310,7 @@ def _replace_leaves(tree: Any, parts: Mapping[int, Any]) -> Any:
     return treedef.unflatten(leaves)
 
 
-def _leaf(path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> Leaf | None:
+def leaf_of(path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> Leaf | None:
     """The leaf for a value, or None where there is nothing to store."""
     make = functools.partial(Leaf, path, key_types, original=value)
     where = "/".join(path) or "(the root)"

@@ -263,21 +263,21 @@ def most_of_a_process(devices: Iterable[jax.Device]) -> int:
     return max(Counter(device.process_index for device in devices).values())
 
 
-def memory_layouts(program: Program, leaves: Sequence[Leaf]) -> tuple[Layout | None, ...]:
+def memory_layouts(program: Program, arrays: Sequence[Any]) -> tuple[Layout | None, ...]:
     """The memory layout of each of the program's leaves; None for the usual one."""
     layouts = []
     for i in program.leaves:
-        layout: Any = leaves[i].value.format.layout
-        usual = layout is None or tuple(layout.major_to_minor) == tuple(range(len(leaves[i].value.shape)))
+        layout: Any = arrays[i].format.layout
+        usual = layout is None or tuple(layout.major_to_minor) == tuple(range(len(arrays[i].shape)))
         layouts.append(None if usual else layout)
     return tuple(layouts)
 
 
-def arguments(program: Program, leaves: Sequence[Leaf]) -> list[Any]:
-    """The leaves as arrays on the program's mesh: the same buffers, or those of them that it needs."""
+def arguments(program: Program, arrays: Sequence[Any]) -> list[Any]:
+    """The program's leaves as arrays on the program's mesh: the same buffers, or those of them that it needs."""
     arguments = []
     for i in program.leaves:
-        value = leaves[i].value
+        value = arrays[i]
         sharding = value.sharding  # asked once: each time makes another object
         if not isinstance(sharding, NamedSharding) or sharding.mesh != program.mesh:
             sharding = NamedSharding(program.mesh, _named(value).spec)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import secrets
 import threading
@@ -10,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from flax_rpsave import documents
 from flax_rpsave.agreement import Group
@@ -20,9 +18,10 @@ from flax_rpsave.directory import Directory
 from flax_rpsave.divergence import compared_leaves
 from flax_rpsave.documents import DOCUMENT_NAMES
 from flax_rpsave.errors import SaveError, UnsupportedLeafError
-from flax_rpsave.leaves import Leaf, flatten, without_values
+from flax_rpsave.leaves import Leaf, flatten
 from flax_rpsave.planner import layout_of, plan_leaves
 from flax_rpsave.snapshot import Snapshotter
+from flax_rpsave.templates import TakenApart, Template, likeness, taken_apart, template_of
 from flax_rpsave.writer import SaveRequest, SaveStats, Writer
 
 logger = logging.getLogger("flax_rpsave")
@@ -54,6 +53,7 @@ class Saver:
         self.writer = Writer(cleaner, self.group, on_commit)
         self._signature: Any = None
         self._snapshotter: Snapshotter | None = None
+        self._template: Template | None = None  # of the states that this snapshotter is for
         self._warned_of_budget = False
 
     def save(
@@ -75,18 +75,13 @@ class Saver:
         Raises:
           SaveError: The state cannot be saved; nothing was written.
         """
-        leaves, _ = flatten(state)
-        if not any(leaf.is_array or leaf.kind == "string" for leaf in leaves):
-            raise SaveError(f"step {step}: the state has no array, number or string, so there is nothing to save")
-        _check_saveable(leaves, self.config.storage.use_ocdbt)
-        snapshotter = self._snapshotter_for(leaves)
-        arrays = [leaf for leaf in leaves if leaf.is_array]
+        taken, snapshotter = self._take_apart(step, state)
         run = self.writer.start(
             SaveRequest(
                 step=step,
                 final=final,
                 item=item,
-                leaves=without_values(leaves),
+                leaves=taken.leaves,
                 plan=snapshotter.plan,
                 config=self.config,
                 nonce=secrets.token_hex(4),  # a new path for each save: TensorStore caches by path
@@ -105,7 +100,7 @@ class Saver:
                 for group in range(snapshotter.groups):
                     if group and not run.wait_written():
                         break
-                    run.hand_over(snapshotter.take(arrays, group))
+                    run.hand_over(snapshotter.take(taken.arrays, group))
         except BaseException as error:
             aborted = error
             if isinstance(error, Exception):
@@ -121,20 +116,24 @@ class Saver:
             snapshotter = self._snapshotter_for(leaves)
             threading.Thread(target=_compile, args=(snapshotter,), name="rpsave-compile").start()
 
+    def _take_apart(self, step: int, state: Any) -> tuple[TakenApart, Snapshotter]:
+        """The state's leaves, and what takes snapshots of such."""
+        taken = self._template.fill(state) if self._template is not None else None
+        if taken is not None and self._snapshotter is not None:
+            return taken, self._snapshotter
+        leaves, structure = flatten(state)
+        if not any(leaf.is_array or leaf.kind == "string" for leaf in leaves):
+            raise SaveError(f"step {step}: the state has no array, number or string, so there is nothing to save")
+        _check_saveable(leaves, self.config.storage.use_ocdbt)
+        snapshotter = self._snapshotter_for(leaves)
+        self._template = template_of(state, leaves, structure)
+        return taken_apart(leaves), snapshotter
+
     def _snapshotter_for(self, leaves: list[Leaf]) -> Snapshotter:
         arrays = [leaf for leaf in leaves if leaf.is_array]
-        signature = [
-            (
-                leaf.name,
-                leaf.kind,
-                leaf.value.shape,
-                leaf.value.dtype,
-                _canonical(getattr(leaf.value, "sharding", None)),
-            )
-            for leaf in arrays
-        ]
+        signature = [(leaf.name, leaf.kind, likeness(leaf.value)) for leaf in arrays]
         if self._snapshotter is None or signature != self._signature:
-            self._snapshotter = None  # its staging memory goes before the new one's comes
+            self._snapshotter = self._template = None  # its staging memory goes before the new one's comes
             plan = plan_leaves([layout_of(leaf.name, leaf.value) for leaf in arrays], self.config.replica_parallel)
             budget = self.config.max_staging_gb
             max_nbytes = None if budget is None else int(budget * 1e9)
@@ -188,17 +187,6 @@ def _unlike_files(name: str) -> str:
     if any(len(part.encode()) > _NAME_NBYTES for part in parts):
         return f"a directory with a name of more than {_NAME_NBYTES} bytes"
     return ""
-
-
-@functools.lru_cache(maxsize=4096)
-def _canonical(sharding: jax.sharding.Sharding | None) -> Any:
-    """Equal for shardings that mean the same: jitted functions return P() and P(None) as it comes."""
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    parts = [part if part != () else None for part in sharding.spec]
-    while parts and parts[-1] is None:
-        parts.pop()
-    return sharding.mesh, tuple(parts), sharding.memory_kind
 
 
 def _compile(snapshotter: Snapshotter) -> None:

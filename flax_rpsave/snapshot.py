@@ -134,7 +134,7 @@ class Snapshotter:
         self._groups = group_by_budget(programs, max_nbytes, begun)
         self._host_groups += [[] for _ in self._groups[len(begun) :]]
         for program in itertools.chain(*self._groups):
-            program.layouts = memory_layouts(program, leaves)
+            program.layouts = memory_layouts(program, [leaf.value for leaf in leaves])
 
     @property
     def groups(self) -> int:
@@ -169,46 +169,51 @@ class Snapshotter:
                     if self._keeps_staging(program) and program.staging is None and not program.taken:
                         program.staging = make_staging()
 
-    def take(self, leaves: Sequence[Leaf], group: int) -> Snapshot:
-        """Dispatches the copies of one group by devices, and makes those by the host."""
+    def take(self, arrays: Sequence[Any], group: int) -> Snapshot:
+        """Dispatches the copies of one group by devices, and makes those by the host.
+
+        Args:
+          arrays: The values of the leaves.
+          group: Which one.
+        """
         taken, taken_fingerprints, awaited = [], [], []
         for program in self._groups[group]:
-            may_change = self._may_be_host_memory(program, leaves)  # asked before: the copies take their time
-            arrays, folded = self._run(program, leaves)
+            may_change = self._may_be_host_memory(program, arrays)  # asked before: the copies take their time
+            copies, folded = self._run(program, arrays)
             if may_change:
-                awaited += [arrays, folded]
-            taken.append((program, list(arrays)))
+                awaited += [copies, folded]
+            taken.append((program, list(copies)))
             if folded is not None:
                 taken_fingerprints.append((program, folded))
             if self._keeps_staging(program):
-                program.staging = arrays
+                program.staging = copies
             elif program.mesh.devices.flat[0].platform != "cpu":
-                for array in [*arrays, folded] if folded is not None else arrays:
+                for array in [*copies, folded] if folded is not None else copies:
                     array.copy_to_host_async()
-        host = list(self._host_pieces(leaves, self._host_groups[group]))
-        of_host = self._host_fingerprints(leaves) if group == 0 else {}
+        host = list(self._host_pieces(arrays, self._host_groups[group]))
+        of_host = self._host_fingerprints(arrays) if group == 0 else {}
         jax.block_until_ready(awaited)
         return Snapshot(self.plan, host, taken, of_host, taken_fingerprints)
 
-    def _run(self, program: Program, leaves: Sequence[Leaf]) -> tuple[list[jax.Array], jax.Array | None]:
+    def _run(self, program: Program, arrays: Sequence[Any]) -> tuple[list[jax.Array], jax.Array | None]:
         make_staging, copy = self._executables(program)
         with own_settings(program.mesh):
             with program.lock:  # another thread may be about to make it
                 staging, program.staging, program.taken = program.staging, None, True
             staging = staging or make_staging()
-            shards = arguments(program, leaves)
+            shards = arguments(program, arrays)
             try:
-                arrays, folded = copy(staging, shards)
+                copies, folded = copy(staging, shards)
             except ValueError:
                 # Asking every array for its layout is slow, so only a refusal makes us look whether it has changed.
-                if (layouts := memory_layouts(program, leaves)) == program.layouts:
+                if (layouts := memory_layouts(program, arrays)) == program.layouts:
                     raise
                 with program.lock:
                     program.layouts, program.executables = layouts, None
-                arrays, folded = self._executables(program)[1](staging, shards)
-            return list(arrays), folded
+                copies, folded = self._executables(program)[1](staging, shards)
+            return list(copies), folded
 
-    def _may_be_host_memory(self, program: Program, leaves: Sequence[Leaf]) -> bool:
+    def _may_be_host_memory(self, program: Program, arrays: Sequence[Any]) -> bool:
         """Whether the program may read memory that the caller can write to, as NumPy arrays.
 
         A CPU device takes aligned NumPy memory as it lies (`device_put`, `jnp.asarray`), and nothing tells such an
@@ -218,8 +223,7 @@ class Snapshotter:
         if program.mesh.devices.flat[0].platform != "cpu":
             return False
         return any(
-            not _lie_apart(_compat.shard_addresses(leaves[i].value), *self._shards[i])
-            and _compat.is_ready(leaves[i].value)
+            not _lie_apart(_compat.shard_addresses(arrays[i]), *self._shards[i]) and _compat.is_ready(arrays[i])
             for i in program.leaves
         )
 
@@ -254,10 +258,10 @@ class Snapshotter:
             slices[process] += int(np.count_nonzero(plan.owners == layout.place(device)[0]))
         return max(slices.values()) * plan.slice_nbytes
 
-    def _host_pieces(self, leaves: Sequence[Leaf], members: Sequence[int]) -> Iterator[Piece]:
+    def _host_pieces(self, arrays: Sequence[Any], members: Sequence[int]) -> Iterator[Piece]:
         """Copies of host values and of slices in host memory beside a device."""
         for i in members:
-            plan, value = self.plan.leaves[i], leaves[i].value
+            plan, value = self.plan.leaves[i], arrays[i]
             if self._process and plan.layout.mesh is None and plan.layout.device is None:
                 continue  # every process has such a leaf for itself: process 0 saves its own
             if isinstance(value, np.ndarray):
@@ -272,11 +276,11 @@ class Snapshotter:
                     data = np.array(np.asarray(shard.data)[box], order="C", copy=True)
                     yield Piece(i, _chunk(plan, start, shard_index), data)
 
-    def _host_fingerprints(self, leaves: Sequence[Leaf]) -> dict[int, dict[int, int]]:
+    def _host_fingerprints(self, arrays: Sequence[Any]) -> dict[int, dict[int, int]]:
         """Fingerprints of what the host copies, by leaf and holder."""
         found: dict[int, dict[int, int]] = {}
         for i in self._compared.intersection(self._on_host):
-            value = leaves[i].value
+            value = arrays[i]
             if self.plan.leaves[i].layout.mesh is None:
                 found[i] = {self._process: fingerprints.on_host(np.asarray(value))}
             else:

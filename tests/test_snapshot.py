@@ -55,6 +55,10 @@ def arrays_of(state):
     return [leaf for leaf in flatten(state)[0] if leaf.is_array]
 
 
+def values_of(state):
+    return [leaf.value for leaf in arrays_of(state)]
+
+
 def snapshotter_for(state, options=FINE, max_nbytes=None, process=0):
     leaves = arrays_of(state)
     plan = plan_leaves([layout_of(leaf.name, leaf.value) for leaf in leaves], options)
@@ -79,9 +83,9 @@ def put_together(plan, pieces):
 
 def take_all(snapshotter, state):
     """All the groups of a save, one after the other."""
-    leaves = arrays_of(state)
+    arrays = values_of(state)
     for group in range(snapshotter.groups):
-        yield from snapshotter.take(leaves, group).pieces()
+        yield from snapshotter.take(arrays, group).pieces()
 
 
 def check(state, options=FINE, max_nbytes=None):
@@ -180,9 +184,9 @@ def test_what_the_host_copies_is_in_the_budget_too(max_nbytes, groups):
     }
     snapshotter = snapshotter_for(state, max_nbytes=max_nbytes)
     assert snapshotter.groups == groups
-    leaves, pieces = arrays_of(state), []
+    pieces = []
     for group in range(groups):
-        snapshot = snapshotter.take(leaves, group)
+        snapshot = snapshotter.take(values_of(state), group)
         taken = list(snapshot.pieces())
         assert sum(piece.data.nbytes for piece in taken) <= max(max_nbytes, 1024)
         assert list(snapshot.pieces()) == []  # the writer refers to a snapshot while the next one is taken
@@ -267,7 +271,7 @@ def test_report_8_a_state_may_be_donated_at_once():
     for k in range(5):
         state = {**meshed, "alone": alone}
         expected = host_copy(state)
-        snapshot = snapshotter.take(arrays_of(state), 0)
+        snapshot = snapshotter.take(values_of(state), 0)
         old = [*jax.tree.leaves(meshed), alone]
         meshed, alone = step(meshed), step(alone)
         assert all(array.is_deleted() for array in old), "the step did take the memory"
@@ -283,7 +287,7 @@ def test_report_9_host_values_are_copied_in_the_call():
     array = values(1000, dtype="int64").copy()
     state = {"numpy": array, "device": jax.device_put(values(64, 64), DEVICES[0])}
     snapshotter, expected = snapshotter_for(state), host_copy(state)
-    snapshot = snapshotter.take(arrays_of(state), 0)
+    snapshot = snapshotter.take(values_of(state), 0)
     array[:] = 0
     assert put_together(snapshotter.plan, snapshot.pieces()) == expected
 
@@ -291,7 +295,7 @@ def test_report_9_host_values_are_copied_in_the_call():
 def test_report_6_leaves_in_pinned_host_memory_are_copied_in_the_call():
     state = [put(values(*shape), memory_kind="pinned_host") for shape in ((3,), (5, 7), ())]
     snapshotter, expected = snapshotter_for(state), host_copy(state)
-    snapshot = snapshotter.take(arrays_of(state), 0)
+    snapshot = snapshotter.take(values_of(state), 0)
     for array in state:
         array.delete()
     assert put_together(snapshotter.plan, snapshot.pieces()) == expected
@@ -414,16 +418,15 @@ def test_small_leaves_of_many_shapes_share_staging_memory():
 
 def test_host_values_are_saved_by_process_0_alone():
     state = {"numpy": values(3), "float": 1.5}
-    leaves = arrays_of(state)
-    assert list(snapshotter_for(state, process=1).take(leaves, 0).pieces()) == []
-    assert len(list(snapshotter_for(state, process=0).take(leaves, 0).pieces())) == 2
+    assert list(snapshotter_for(state, process=1).take(values_of(state), 0).pieces()) == []
+    assert len(list(snapshotter_for(state, process=0).take(values_of(state), 0).pieces())) == 2
 
 
 def test_neither_snapshotter_nor_snapshot_keeps_a_state_alive():
     state = {"w": put(values(64, 8)), "one": jax.device_put(values(3), DEVICES[1])}
     references = [weakref.ref(array) for array in state.values()]
     snapshotter = snapshotter_for(state)
-    snapshot = snapshotter.take(arrays_of(state), 0)
+    snapshot = snapshotter.take(values_of(state), 0)
     snapshot.wait()
     del state
     assert [reference() for reference in references] == [None, None]
