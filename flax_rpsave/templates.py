@@ -68,6 +68,8 @@ class Template:
 
     def fill(self, state: Any) -> TakenApart | None:
         """A state taken apart; None where it is unlike the template's, or something is wrong with it."""
+        values: list[Any]
+        treedef: Any
         try:
             values, treedef = jax.tree_util.tree_flatten(state)
             if treedef != self._treedef:
