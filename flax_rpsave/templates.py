@@ -48,7 +48,7 @@ class _Entry:
       sharding: Of that array, as it was.
     """
 
-    kind: type
+    kind: Any
     on_devices: bool = False
     at: int | None = None
     likeness: tuple[Any, ...] | None = None
