@@ -2,9 +2,9 @@
 
 The threads take the blocks in order. Direct writes want whole pages of memory for pages of the file: what lies in
 memory as it will in the file is written from where it lies, and the rest, such as the ends of a chunk, is copied to a
-buffer of the thread's own. A digest has to see a chunk's bytes in order, so where a chunk
-goes on in the next block, the thread that has that one waits until this part was seen; since blocks are taken in order,
-there is always one that need not wait.
+buffer of the thread's own. A digest has to see a chunk's bytes in order, so where a chunk goes on in the next block,
+the thread that has that one waits until this part was seen; since blocks are taken in order, there is always one that
+need not wait.
 
 The second thread is a `Helper`, which is started with the save: none could be started once the interpreter exits.
 """
@@ -30,8 +30,9 @@ from flax_rpsave.planner import LeafPlan
 from flax_rpsave.snapshot import Piece
 from flax_rpsave.store import chunk_key
 
-_IN_PLACE_NBYTES = 64 << 10  # values from this size on are written from where they lie: a block is few pieces of memory
-_NOTHING = np.empty(0, np.uint8)
+IN_PLACE_NBYTES = 256 << 10
+"""Values from this size on are written from where they lie: what they lose by beginning within a page is at most 1/64,
+and a block is a few dozen views of memory, of which one call writes 1024."""
 
 
 class Helper:
@@ -81,8 +82,8 @@ def new_buffers() -> Buffers:
 class BlockFile(Protocol):
     """What blocks are written to."""
 
-    def write(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Writes parts one behind the other; called by either thread, in any order."""
+    def write(self, views: Sequence[memoryview], offset: int) -> None:
+        """Writes memory, one view behind the other; called by either thread, in any order."""
 
 
 @dataclass(slots=True)
@@ -103,9 +104,9 @@ class Value:
 
     @property
     def page_offset(self) -> int | None:
-        """Where in a page of the file it is to begin, to be written from where it lies; None if that does not pay."""
+        """Where in a page of the file it has to begin to be written from where it lies; None if that does not pay."""
         memory = self.source.memory
-        if memory is None or len(memory) < _IN_PLACE_NBYTES:
+        if memory is None or len(memory) < IN_PLACE_NBYTES:
             return None
         return int(memory.ctypes.data) % ALIGNMENT
 
@@ -129,11 +130,11 @@ class Part:
         """The pages of the block that lie in memory as they will in the file: where they begin, and their bytes."""
         memory = self.value.source.memory
         if memory is None or self.value.page_offset != (self.at - self.begin) % ALIGNMENT:
-            return self.at, _NOTHING
-        begin = -(-self.at // ALIGNMENT) * ALIGNMENT
-        end = (self.at + min(self.end, len(memory)) - self.begin) // ALIGNMENT * ALIGNMENT
-        first = self.begin + begin - self.at
-        return (begin, memory[first : first + end - begin]) if end > begin else (self.at, _NOTHING)
+            return self.at, np.empty(0, np.uint8)
+        nbytes = max(0, min(self.end, len(memory)) - self.begin)
+        first = min(-self.at % ALIGNMENT, nbytes)
+        last = first + (nbytes - first) // ALIGNMENT * ALIGNMENT
+        return self.at + first, memory[self.begin + first : self.begin + last]
 
 
 @dataclass(slots=True)
@@ -180,18 +181,18 @@ class BlockWriter:
                     block = next(blocks, None)
                 if block is None:
                     return
-                if (parts := self._filled(block, buffer)) is None:
+                if (views := self._filled(block, buffer)) is None:
                     return
-                block.file.write(parts, block.offset)
+                block.file.write(views, block.offset)
         except BaseException as error:  # noqa: BLE001 - raised by the thread that began
             with self._digesting:
                 self._error = self._error or error
                 self._digesting.notify_all()
 
     def _filled(self, block: Block, buffer: np.ndarray) -> list[memoryview] | None:
-        """The memory that a block is written from, in order; None where the other thread has failed."""
-        memory: list[np.ndarray] = []
-        begin = filled = 0  # of the buffer's memory that is not among it yet
+        """What a block is written from, in order; None where the other thread has failed."""
+        views: list[np.ndarray] = []
+        begin = filled = 0  # of the buffer, what is not among them yet
         for part in block.parts:
             buffer[filled : part.at] = 0
             filled = part.at + part.end - part.begin
@@ -201,16 +202,16 @@ class BlockWriter:
                 if last > first:
                     part.value.source.copy(part.begin + first - part.at, buffer[first:last])
             if len(pages):
-                memory += [buffer[begin:at], pages]
+                views += [buffer[begin:at], pages]
                 begin = behind
             if not self._digest(part, [buffer[part.at : at], pages, buffer[behind:filled]]):
                 return None
         buffer[filled : block.nbytes] = 0
-        memory.append(buffer[begin : block.nbytes])
-        return [piece.data for piece in memory if len(piece)]
+        views.append(buffer[begin : block.nbytes])
+        return [view.data for view in views if len(view)]
 
-    def _digest(self, part: Part, pieces: Sequence[np.ndarray]) -> bool:
-        """Takes the digest of a part that lies in pieces; False where the other thread has failed."""
+    def _digest(self, part: Part, views: Sequence[np.ndarray]) -> bool:
+        """Takes the digest of a part, of which no view has all; False where the other thread has failed."""
         value = part.value
         if value.key is None or value.hasher is None:
             return True
@@ -220,9 +221,9 @@ class BlockWriter:
                 if self._error is not None:
                     return False
         begin = part.begin
-        for piece in filter(len, pieces):
-            value.source.digest(value.hasher, begin, piece)
-            begin += len(piece)
+        for view in filter(len, views):
+            value.source.digest(value.hasher, begin, view)
+            begin += len(view)
         if part.end == value.source.nbytes:
             self._digests[value.key] = value.hasher.hexdigest()
         else:

@@ -25,6 +25,7 @@ class ChunkBytes:
 
     Attributes:
       nbytes: How many there are, zeros included.
+      memory: The bytes of the values, where these lie in memory as in storage; zeros that come after them are left out.
     """
 
     def __init__(self, values: np.ndarray, chunk_shape: tuple[int, ...]):
@@ -34,14 +35,9 @@ class ChunkBytes:
         # Where only the first dimension is short, all zeros come after the values; where these are contiguous as well,
         # any part of them is one copy.
         self._padded_within = values.shape[1:] != chunk_shape[1:]
-        self._flat: np.ndarray | None = None
+        self.memory: np.ndarray | None = None
         if values.flags.c_contiguous and not self._padded_within:
-            self._flat = self._values.reshape(-1).view(np.uint8)
-
-    @property
-    def memory(self) -> np.ndarray | None:
-        """The bytes of the values, where these lie in memory as in storage; zeros that come after them are left out."""
-        return self._flat
+            self.memory = self._values.reshape(-1).view(np.uint8)
 
     def copy(self, begin: int, out: np.ndarray) -> None:
         """Copies the bytes from `begin` on to a buffer.
@@ -50,21 +46,18 @@ class ChunkBytes:
           begin: A multiple of the element's size.
           out: Bytes, as many as are wanted, a multiple of the element's size.
         """
-        if self._flat is None:
+        if self.memory is None:
             _copy(self._values, self._chunk_shape, begin, out)
             return
-        part = self._flat[begin : begin + len(out)]
+        part = self.memory[begin : begin + len(out)]
         out[: len(part)] = part
         out[len(part) :] = 0
 
-    def digest(self, hasher: Any, begin: int, copied: np.ndarray) -> None:
-        """Digests what `copy` has copied, or would have, without the zeros around the values."""
-        if self._flat is not None:
-            hasher.update(copied[: max(0, len(self._flat) - begin)])
-            return
-        first, last = self.values_before(begin), self.values_before(begin + len(copied))
+    def digest(self, hasher: Any, begin: int, data: np.ndarray) -> None:
+        """Digests some of the bytes, which lie in `data`, without the zeros around the values."""
+        first, last = self.values_before(begin), self.values_before(begin + len(data))
         if not self._padded_within:
-            hasher.update(copied[: last - first])
+            hasher.update(data[: last - first])
             return
         values, scratch = ChunkBytes(self._values, self._values.shape), np.empty(_SCRATCH_NBYTES, np.uint8)
         for at in range(first, last, _SCRATCH_NBYTES):

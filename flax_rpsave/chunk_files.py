@@ -121,12 +121,12 @@ class _ChunkFile:
         self._file: DirectFile | None = None
         self._changing = threading.Lock()
 
-    def write(self, parts: Sequence[memoryview], offset: int) -> None:
+    def write(self, views: Sequence[memoryview], offset: int) -> None:
         """See `BlockFile.write`."""
         with self._changing:
             if self._file is None:
                 self._file = self._files.begin(self._key, self._nbytes, self._direct)
-        self._file.write(parts, offset)
+        self._file.write(views, offset)
         with self._changing:
             self._blocks_left -= 1
             whole = not self._blocks_left

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 
 from flax_rpsave import ocdbt
-from flax_rpsave.blocks import Block, BlocksEngine, Part, Value, plain_value
+from flax_rpsave.blocks import IN_PLACE_NBYTES, Block, BlocksEngine, Part, Value, plain_value
 from flax_rpsave.direct_file import ALIGNMENT, BLOCK_NBYTES, DirectFile
 from flax_rpsave.directory import FileDirectory
 from flax_rpsave.documents import digest
@@ -32,7 +32,8 @@ class DirectEngine(BlocksEngine):
         (directory / "d").make()
         self._file = DirectFile(os.fspath(directory.path / self._name))
         try:
-            self._file.preallocate(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+            room = nbytes + nbytes // (IN_PLACE_NBYTES // ALIGNMENT)  # chunks may begin anywhere in a page
+            self._file.preallocate(-(-room // ALIGNMENT) * ALIGNMENT)
         except OSError:
             self._file.close()
             raise

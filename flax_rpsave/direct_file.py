@@ -80,14 +80,14 @@ class DirectFile:
             if code != errno.EINTR:
                 raise OSError(code, os.strerror(code), self.path)
 
-    def write(self, parts: Sequence[memoryview], offset: int) -> None:
-        """Writes bytes, one part behind the other.
+    def write(self, views: Sequence[memoryview], offset: int) -> None:
+        """Writes memory, one view behind the other.
 
         Args:
-          parts: The bytes; memory and length of each are multiples of `ALIGNMENT`. At most 1024.
-          offset: Where the first goes, a multiple as well.
+          views: At most 1024. Where `direct`, address and length of each are multiples of `ALIGNMENT`.
+          offset: Where the first goes; then a multiple as well.
         """
-        left = list(parts)
+        left = list(views)
         while left:
             direct = self.direct
             try:

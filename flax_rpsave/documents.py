@@ -46,7 +46,8 @@ SHARDINGS = "_sharding"
 STRINGS = "_strings.json"
 CHECKPOINT = "_CHECKPOINT_METADATA"
 COMMIT = "commit_success.txt"
-METRICS = "metrics/metrics"  # an item of its own, from which stock Orbax knows its best step
+METRICS_ITEM = "metrics"
+METRICS = f"{METRICS_ITEM}/metrics"  # where stock Orbax looks for them
 ARRAY_METADATAS = "array_metadatas"
 DOCUMENT_NAMES = frozenset({TREE, SHARDINGS, STRINGS, CHECKPOINT, COMMIT, ARRAY_METADATAS})
 """Names that no array may have where arrays lie beside the documents."""
@@ -243,7 +244,7 @@ def build_checkpoint(
       own: What this package keeps there.
       begun_ns: When the save began, in ns since 1970.
     """
-    of_metrics = {METRICS.partition("/")[0]: _METRICS_HANDLER} if metrics else {}
+    of_metrics = {METRICS_ITEM: _METRICS_HANDLER} if _known(metrics) else {}
     return _json({
         "item_handlers": _STATE_HANDLER if item is None else {item: _STATE_HANDLER, **of_metrics},
         "metrics": dict(metrics),
@@ -254,9 +255,13 @@ def build_checkpoint(
     })  # fmt: skip
 
 
-def build_metrics(metrics: Mapping[str, Any]) -> bytes:
-    """`metrics/metrics`: numbers by name."""
-    return _json(dict(metrics))
+def build_metrics(metrics: Mapping[str, Any]) -> bytes | None:
+    """`metrics/metrics`: numbers by name; None where there are none. A null would be compared with numbers by Orbax."""
+    return _json(known) if (known := _known(metrics)) else None
+
+
+def _known(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def exact_json(value: Any) -> str:
@@ -315,7 +320,7 @@ def parse_checkpoint(data: bytes, where: str) -> dict[str, Any]:
         handlers = document.get("item_handlers")
         return {
             "metrics": dict(document.get("metrics") or {}),
-            "metrics_item": isinstance(handlers, dict) and METRICS.partition("/")[0] in handlers,
+            "metrics_item": isinstance(handlers, dict) and METRICS_ITEM in handlers,
             "committed_ns": committed if isinstance(committed, int) and 0 <= committed < 2**63 else None,
             "own": own,
         }

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 import tensorstore as ts
 
-from flax_rpsave.blocks import Block, BlockWriter, Buffers, Helper, Part, Value, new_buffers, plain_value
+from flax_rpsave.blocks import Block, BlockWriter, Buffers, Helper, Part, Value, new_buffers
+from flax_rpsave.chunk_bytes import ChunkBytes
 from flax_rpsave.chunk_files import ChunkFilesEngine
 from flax_rpsave.config import StorageConfig
 from flax_rpsave.direct import DirectEngine
@@ -27,6 +28,7 @@ from flax_rpsave.direct_file import (
     BLOCK_NBYTES,
     ENGINE_VARIABLE,
     DirectFile,
+    aligned_buffer,
     is_on_local_disk,
     reports_lost_writes,
 )
@@ -140,8 +142,10 @@ def _is_worth_it(directory: FileDirectory, nbytes: int, buffers: Buffers, helper
 
 
 def _content(nbytes: int) -> Value:
-    """Of a block of a probe: not zeros, which some storage does not write."""
-    return plain_value(np.arange(nbytes // 8).tobytes())
+    """Of a block of a probe, where it is written from: not zeros, which some storage does not write."""
+    content = aligned_buffer(nbytes)
+    content.view(np.int64)[:] = np.arange(nbytes // 8)
+    return Value(None, ChunkBytes(content, content.shape))
 
 
 def _probe(directory: FileDirectory, content: Value, direct: bool, buffers: Buffers, helper: Helper) -> float:

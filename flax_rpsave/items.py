@@ -66,7 +66,7 @@ def read_documents(directory: Directory, item: str | None) -> Documents:
             name: directory.read(name)
             for name in (
                 documents.CHECKPOINT,
-                documents.METRICS,
+                *([documents.METRICS] if prefix else []),  # an item beside this one
                 *(f"{prefix}{n}" for n in (documents.TREE, documents.SHARDINGS, documents.STRINGS)),
                 *(f"{prefix}{documents.ARRAY_METADATAS}/{n}" for n in (place / documents.ARRAY_METADATAS).files()),
             )

@@ -66,7 +66,7 @@ class Leaf:
     kind: str
     value: Any
     key_impl: str | None = None
-    original: Any = field(default=None, repr=False)
+    original: Any = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -107,13 +107,16 @@ class Structure:
         self._variables: list[tuple[Any, Any]] = []  # (path, Variable or array attribute) over all NNX objects
         self._slots: list[tuple[str, int, int]] = []  # of each leaf: where it belongs, and its index there
 
-    def places(self) -> list[int | None] | None:
-        """For each leaf of the pytree (`jax.tree.leaves`) which of the leaves it is, or None if it is not stored.
+    @property
+    def has_nnx(self) -> bool:
+        """Whether there are NNX objects or `nnx.State`s in it."""
+        return any(map(_is_nnx, self._values))
 
-        None for a state with NNX objects.
+    def places(self) -> list[int | None]:
+        """For each leaf of the pytree, as `jax.tree.leaves` has them, which `Leaf` it is, or None if it is not stored.
+
+        Of a state without NNX objects.
         """
-        if any(map(_is_nnx, self._values)):
-            return None
         stored = {position: i for i, (_, position, _) in enumerate(self._slots)}
         return [stored.get(k) for k, value in enumerate(self._values) if not _is_empty_node(value)]
 

@@ -21,7 +21,7 @@ from flax_rpsave.errors import SaveError, UnsupportedLeafError
 from flax_rpsave.leaves import Leaf, flatten
 from flax_rpsave.planner import layout_of, plan_leaves
 from flax_rpsave.snapshot import Snapshotter
-from flax_rpsave.templates import TakenApart, Template, likeness, taken_apart, template_of
+from flax_rpsave.templates import Flat, Template, flat_of, likeness, template_of
 from flax_rpsave.writer import SaveRequest, SaveStats, Writer
 
 logger = logging.getLogger("flax_rpsave")
@@ -53,7 +53,7 @@ class Saver:
         self.writer = Writer(cleaner, self.group, on_commit)
         self._signature: Any = None
         self._snapshotter: Snapshotter | None = None
-        self._template: Template | None = None  # of the states that this snapshotter is for
+        self._template: tuple[Template, Snapshotter] | None = None  # with this snapshotter
         self._warned_of_budget = False
 
     def save(
@@ -75,13 +75,13 @@ class Saver:
         Raises:
           SaveError: The state cannot be saved; nothing was written.
         """
-        taken, snapshotter = self._take_apart(step, state)
+        flat, snapshotter = self._flatten(step, state)
         run = self.writer.start(
             SaveRequest(
                 step=step,
                 final=final,
                 item=item,
-                leaves=taken.leaves,
+                leaves=flat.leaves,
                 plan=snapshotter.plan,
                 config=self.config,
                 nonce=secrets.token_hex(4),  # a new path for each save: TensorStore caches by path
@@ -100,7 +100,7 @@ class Saver:
                 for group in range(snapshotter.groups):
                     if group and not run.wait_written():
                         break
-                    run.hand_over(snapshotter.take(taken.arrays, group))
+                    run.hand_over(snapshotter.take(flat.arrays, group))
         except BaseException as error:
             aborted = error
             if isinstance(error, Exception):
@@ -116,18 +116,21 @@ class Saver:
             snapshotter = self._snapshotter_for(leaves)
             threading.Thread(target=_compile, args=(snapshotter,), name="rpsave-compile").start()
 
-    def _take_apart(self, step: int, state: Any) -> tuple[TakenApart, Snapshotter]:
-        """The state's leaves, and what takes snapshots of such."""
-        taken = self._template.fill(state) if self._template is not None else None
-        if taken is not None and self._snapshotter is not None:
-            return taken, self._snapshotter
+    def _flatten(self, step: int, state: Any) -> tuple[Flat, Snapshotter]:
+        """The state taken apart, and what takes snapshots of such."""
+        if self._template is not None:
+            template, snapshotter = self._template
+            if (flat := template.flatten(state)) is not None:
+                return flat, snapshotter
         leaves, structure = flatten(state)
         if not any(leaf.is_array or leaf.kind == "string" for leaf in leaves):
             raise SaveError(f"step {step}: the state has no array, number or string, so there is nothing to save")
         _check_saveable(leaves, self.config.storage.use_ocdbt)
-        snapshotter = self._snapshotter_for(leaves)
-        self._template = template_of(state, leaves, structure)
-        return taken_apart(leaves), snapshotter
+        before, snapshotter = self._snapshotter, self._snapshotter_for(leaves)
+        if snapshotter is before:  # so there are several such states
+            new = template_of(state, leaves, structure)
+            self._template = None if new is None else (new, snapshotter)
+        return flat_of(leaves), snapshotter
 
     def _snapshotter_for(self, leaves: list[Leaf]) -> Snapshotter:
         arrays = [leaf for leaf in leaves if leaf.is_array]

@@ -1,8 +1,8 @@
 """What a train state has in common with the one that was saved before: its names, and what its leaves are.
 
 To work out the paths and names of a state, and to check them, takes longer than all else that a save does in Python in
-the loop's thread. The next state has the same ones, where it is the same pytree with leaves of the same types. States
-with NNX objects have no template: these are mutable, and walked the NNX way each time.
+the loop's thread. The next state has the same ones, where it is the same pytree, with the same keys, of leaves of the
+same types.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, Sharding
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from flax_rpsave.leaves import Leaf, Structure, leaf_of, without_values
 
 
 @dataclass(frozen=True)
-class TakenApart:
+class Flat:
     """A state, taken apart for a save.
 
     Attributes:
@@ -31,9 +32,9 @@ class TakenApart:
     arrays: list[Any]
 
 
-def taken_apart(leaves: Sequence[Leaf]) -> TakenApart:
-    """Leaves of `flatten`, for a save."""
-    return TakenApart(without_values(leaves), [leaf.value for leaf in leaves if leaf.is_array])
+def flat_of(leaves: Sequence[Leaf]) -> Flat:
+    """What `leaves.flatten` found, for a save."""
+    return Flat(without_values(leaves), [leaf.value for leaf in leaves if leaf.is_array])
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,44 +42,44 @@ class _Entry:
     """A leaf of the pytree.
 
     Attributes:
+      keys: Its key path.
       kind: Its type.
-      on_devices: Whether it is a `jax.Array` that is stored as it is.
       at: Which of the leaves it is; None for what is not stored.
-      likeness: Of its array, see `likeness`; None where it has none.
-      sharding: Of that array, as it was.
+      on_devices: Whether it is a `jax.Array` that is stored as it is.
+      likeness: Of its array; None where it has none.
     """
 
+    keys: tuple[Any, ...]
     kind: Any
-    on_devices: bool = False
-    at: int | None = None
-    likeness: tuple[Any, ...] | None = None
-    sharding: Sharding | None = None
+    at: int | None
+    on_devices: bool
+    likeness: tuple[Any, ...] | None
 
 
 class Template:
-    """Takes states apart that are like a given one. Made by `template_of`."""
+    """Takes states apart that are like a given one, of which it keeps keys and static data. Made by `template_of`."""
 
-    def __init__(self, state: Any, leaves: Sequence[Leaf], places: Sequence[int | None]):
+    def __init__(self, treedef: Any, entries: Sequence[_Entry], leaves: Sequence[Leaf]):
+        self._treedef = treedef
+        self._entries = entries
         self._leaves = without_values(leaves)
-        values, self._treedef = jax.tree_util.tree_flatten(state)
-        self._entries = [
-            _Entry(type(value)) if at is None else _entry(value, at, leaves[at])
-            for value, at in zip(values, places, strict=True)
-        ]
 
-    def fill(self, state: Any) -> TakenApart | None:
-        """A state taken apart; None where it is unlike the template's, or something is wrong with it."""
-        values: list[Any]
+    def flatten(self, state: Any) -> Flat | None:
+        """A state taken apart; None where it is unlike the template's, or an array of it was deleted.
+
+        Raises:
+          UnsupportedLeafError, SaveError: See `leaves.flatten`.
+        """
         treedef: Any
         try:
-            values, treedef = jax.tree_util.tree_flatten(state)
-            if treedef != self._treedef:
-                return None
-        except Exception:  # noqa: BLE001 - keys without an order, comparisons that fail: `flatten` says, or needs none
+            flat, treedef = jax.tree_util.tree_flatten_with_path(state)
+        except (TypeError, ValueError):  # keys without an order: `leaves.flatten` says so
+            return None
+        if treedef != self._treedef:
             return None
         leaves, arrays = list(self._leaves), []
-        for value, entry in zip(values, self._entries, strict=True):
-            if type(value) is not entry.kind:
+        for (keys, value), entry in zip(flat, self._entries, strict=True):
+            if type(value) is not entry.kind or keys != entry.keys or not _are_plain(keys):
                 return None
             if entry.at is None:
                 continue
@@ -89,21 +90,34 @@ class Template:
                 if leaf is None or (leaf.kind, leaf.key_impl) != (known.kind, known.key_impl):
                     return None
                 if not leaf.is_array:
-                    (leaves[entry.at],) = without_values([leaf])
+                    leaves[entry.at] = leaf
                     continue
                 array = leaf.value
             elif value.is_deleted():
                 return None
-            if not _is_like(array, entry):
+            if likeness(array) != entry.likeness:
                 return None
             arrays.append(array)
-        return TakenApart(leaves, arrays)
+        return Flat(leaves, arrays)
 
 
 def template_of(state: Any, leaves: Sequence[Leaf], structure: Structure) -> Template | None:
-    """The template for states like this one, of which `flatten` made leaves and structure; None with NNX objects."""
-    places = structure.places()
-    return None if places is None else Template(state, leaves, places)
+    """The template for states like this one, of which `leaves.flatten` made leaves and structure.
+
+    None where states that compare equal may differ: with NNX objects, which are mutable and walked the NNX way each
+    time; with keys that may be equal to others and have other names (`True` and `1`); with static data that cannot be
+    hashed, such as arrays, whose comparison would have to wait for a device.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(state)
+    if structure.has_nnx or not all(_are_plain(keys) for keys, _ in flat) or not _is_hashable(treedef):
+        return None
+    entries = []
+    for (keys, value), at in zip(flat, structure.places(), strict=True):
+        leaf = None if at is None else leaves[at]
+        on_devices = leaf is not None and leaf.value is value and isinstance(value, jax.Array)
+        like = likeness(leaf.value) if leaf is not None and leaf.is_array else None
+        entries.append(_Entry(keys, type(value), at, on_devices, like))
+    return Template(treedef, entries, leaves)
 
 
 def likeness(array: Any) -> tuple[Any, ...]:
@@ -111,18 +125,36 @@ def likeness(array: Any) -> tuple[Any, ...]:
     return array.shape, array.dtype, _canonical(getattr(array, "sharding", None))
 
 
-def _entry(value: Any, at: int, leaf: Leaf) -> _Entry:
-    if not leaf.is_array:
-        return _Entry(type(value), at=at)
-    sharding = getattr(leaf.value, "sharding", None)
-    return _Entry(type(value), leaf.value is value and isinstance(value, jax.Array), at, likeness(leaf.value), sharding)
+def _are_plain(keys: Sequence[Any]) -> bool:
+    """Whether equal keys have equal names."""
+    for key in keys:
+        kind = type(key)
+        if kind is DictKey:
+            if type(key.key) not in (str, int):
+                return False
+        elif kind is GetAttrKey:
+            if type(key.name) is not str:
+                return False
+        elif kind is not SequenceKey and (kind is not FlattenedIndexKey or type(key.key) is not int):
+            return False
+    return True
 
 
-def _is_like(array: Any, entry: _Entry) -> bool:
-    if entry.sharding is None or array.sharding is not entry.sharding:
-        return likeness(array) == entry.likeness
-    shape, dtype, _ = entry.likeness or ()
-    return bool(array.shape == shape and array.dtype == dtype)
+def _is_hashable(treedef: Any) -> bool:
+    """Whether the static data of all nodes can be hashed, as `jax.jit` asks of it."""
+    nodes = [treedef]
+    while nodes:
+        node = nodes.pop()
+        if (data := node.node_data()) is None:
+            continue
+        kind, static = data
+        if kind not in (dict, list, tuple, type(None)):
+            try:
+                hash(static)
+            except TypeError:
+                return False
+        nodes += node.children()
+    return True
 
 
 @functools.lru_cache(maxsize=4096)

@@ -304,8 +304,8 @@ class SaveRun:
         }
         if (strings := documents.build_strings(request.leaves)) is not None:
             files[f"{prefix}{documents.STRINGS}"] = strings
-        if metrics:
-            files[documents.METRICS] = documents.build_metrics(metrics)
+        if (of_stock := documents.build_metrics(metrics)) is not None:
+            files[documents.METRICS] = of_stock
         commit.publish(temporary, item, request.final, files, request.nonce)
 
     def _check_replicas(self, reports: Sequence[Mapping[str, Any]]) -> None:

@@ -131,7 +131,7 @@ def test_the_database_is_the_one_that_tensorstore_writes(leaves, layout, checksu
     values = {".rpsave/process_0/index": b"i" * 300, ".rpsave/process_0/data": b"small"}
     with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "BLOCK_NBYTES", ALIGNMENT)  # so that chunks go on in the next block
-        patch.setattr(blocks, "_IN_PLACE_NBYTES", in_place)
+        patch.setattr(blocks, "IN_PLACE_NBYTES", in_place)
         root = pathlib.Path(place)
         theirs = TensorStoreEngine(
             FileDirectory(root / "theirs"), plans, True, StorageConfig(checksum=checksum), new_context()

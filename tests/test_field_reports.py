@@ -291,7 +291,7 @@ def test_no_lock_is_asked_of_the_file_system_and_all_is_synced_before_the_rename
 ):  # field reports 57 and 60
     """Durable in this order: every file, its directory, the step's directory; rename; the run's directory."""
     monkeypatch.setenv("RPSAVE_ENGINE", "tensorstore" if "tensorstore" in form else "direct")
-    calls = "flock,fcntl,fsync,fdatasync,syncfs,rename,renameat,renameat2,openat,pwritev2"
+    calls = "flock,fcntl,fsync,fdatasync,syncfs,rename,renameat,renameat2,openat,pwrite64,pwritev,pwritev2"
     lines = traced(tmp_path, form, "-e", f"trace={calls}")
     assert not [line for line in lines if re.search(r"flock\(|F_OFD_SETLK|F_SETLK", line)]
     run = str(tmp_path / "run")
@@ -302,8 +302,10 @@ def test_no_lock_is_asked_of_the_file_system_and_all_is_synced_before_the_rename
         (whole,) = [
             k for k, line in enumerate(lines[:published]) if f"<{temporary}/default>) = 0" in line and "syncfs(" in line
         ]
-        synced |= {m[1] for line in lines[:whole] if (m := re.search(r"pwritev2\(\d+<([^>]+)>", line))}
-        assert not [line for line in lines[whole:] if "pwritev2(" in line and f"{temporary}/default" in line]
+        synced |= {m[1] for line in lines[:whole] if (m := re.search(r"pwrite\w*\(\d+<([^>]+)>", line))}
+        assert not [
+            line for line in lines[whole:] if re.search(r"pwrite\w*\(", line) and f"{temporary}/default" in line
+        ]
     stored = [path.relative_to(f"{run}/1") for path in pathlib.Path(run, "1").rglob("*")]
     assert stored
     for path in stored:  # TensorStore syncs a file under another name, then renames it

@@ -479,13 +479,16 @@ def test_the_best_of_stocks_steps_is_kept(tmp_path, capsys):
 def test_stock_orbax_finds_the_best_of_our_steps(tmp_path, item):
     root = tmp_path / "run"
     with in_run(root, item=item) as callback:
-        for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0), (40, None)):
-            callback(step, {"x": jnp.full(4, step)}, metrics=None if loss is None else {"loss": loss})
+        for step, metrics in ((10, {"loss": 3.0}), (20, {"loss": 1.0, "bad": "text"}), (30, {"loss": 2.0}), (40, None)):
+            callback(step, {"x": jnp.full(4, step)}, metrics=metrics)
+        callback(50, {"x": jnp.zeros(4, int)}, metrics={"loss": None})  # a null, which could not be compared
     options = ocp.CheckpointManagerOptions(best_fn=lambda metrics: metrics["loss"], best_mode="min", max_to_keep=2)
     with ocp.CheckpointManager(root, options=options) as manager:
         assert manager.best_step() == 20
         assert manager.metrics(30) == {"loss": 2.0}
+        assert manager.metrics(20) == {"loss": 1.0}
         assert manager.metrics(40) is None
+        assert manager.metrics(50) is None
     with ocp.CheckpointManager(root, item_names=(item,)) as manager:  # which does not disturb others
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore({"x": jnp.zeros(4)})})
         restored = manager.restore(20, args=args)[item]

@@ -1,6 +1,9 @@
 """A state that is like the one before is taken apart as that was, and every other one anew."""
 
 import dataclasses
+import enum
+import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import flax_rpsave as rps
 from flax_rpsave.leaves import flatten
-from flax_rpsave.templates import taken_apart, template_of
+from flax_rpsave.templates import flat_of, template_of
 from tests.helpers import bits
 
 MESH = jax.make_mesh((8,), ("d",))
@@ -42,22 +45,22 @@ def template_for(state):
     return template_of(state, *flatten(state))
 
 
-def assert_same(taken, state):
-    expected = taken_apart(flatten(state)[0])
-    assert taken.leaves == expected.leaves
-    assert list(map(bits, taken.arrays)) == list(map(bits, expected.arrays))
+def assert_same(flat, state):
+    expected = flat_of(flatten(state)[0])
+    assert flat.leaves == expected.leaves
+    assert list(map(bits, flat.arrays)) == list(map(bits, expected.arrays))
 
 
 def test_the_next_state_is_taken_apart_as_flatten_does():
     template = template_for(state_at(1))
     for step in (2, 3):
-        assert_same(template.fill(state_at(step)), state_at(step))
+        assert_same(template.flatten(state_at(step)), state_at(step))
 
 
 def test_shardings_that_mean_the_same_are_alike():
     state = state_at(2) | {"b": put(jnp.full((3, 2), 7, jnp.bfloat16), None, None)}
-    taken = template_for(state_at(1)).fill(state)
-    assert list(map(bits, taken.arrays)) == list(map(bits, taken_apart(flatten(state)[0]).arrays))
+    flat = template_for(state_at(1)).flatten(state)
+    assert list(map(bits, flat.arrays)) == list(map(bits, flat_of(flatten(state)[0]).arrays))
 
 
 @pytest.mark.parametrize(
@@ -86,23 +89,18 @@ def test_shardings_that_mean_the_same_are_alike():
     ids=str,
 )
 def test_a_state_that_is_unlike_is_left_to_flatten(leaves):
-    assert template_for(state_at(1)).fill(state_at(2) | leaves) is None
+    assert template_for(state_at(1)).flatten(state_at(2) | leaves) is None
 
 
 def test_a_deleted_array_is_left_to_flatten_which_names_it(tmp_path):
     state = state_at(2)
     template = template_for(state_at(1))
     state["w"].delete()
-    assert template.fill(state) is None
+    assert template.flatten(state) is None
     with rps.CheckpointCallback({"directory": tmp_path, "save_interval_steps": 1}) as checkpoint:
         checkpoint(1, state_at(1))
         with pytest.raises(rps.SaveError, match="leaf w was deleted"):
             checkpoint(2, state)
-
-
-def test_states_with_nnx_objects_have_no_template():
-    assert template_for({"model": nnx.Linear(2, 3, rngs=nnx.Rngs(0))}) is None
-    assert template_for({"state": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))}) is None
 
 
 @jax.tree_util.register_dataclass
@@ -111,15 +109,77 @@ class Odd:
     """Its static field cannot be compared."""
 
     x: jax.Array
-    table: np.ndarray = dataclasses.field(metadata={"static": True})
+    table: Any = dataclasses.field(metadata={"static": True})
+
+
+class Letter(str, enum.Enum):  # noqa: UP042 - whose text is not its value
+    A = "a"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"model": nnx.Linear(2, 3, rngs=nnx.Rngs(0))},
+        {"state": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))},
+        {True: 1.0},
+        {1.0: 1.0},
+        {Letter.A: 1.0},
+        Odd(jnp.zeros(3), np.arange(3)),
+        Odd(jnp.zeros(3), jnp.arange(1)),
+    ],
+    ids=str,
+)
+def test_states_whose_like_may_differ_have_no_template(state):
+    assert template_for(state) is None
+
+
+@pytest.mark.parametrize("others", [{1: True}, {"a": Letter.A}, {0: 0.0}], ids=str)
+def test_keys_that_are_equal_and_have_other_names_are_told_apart(tmp_path, others):
+    ((key, equal),) = others.items()
+    assert key == equal
+    with rps.CheckpointCallback({"directory": tmp_path, "save_interval_steps": 1}) as checkpoint:
+        for step, name in enumerate((key, key, key, equal, key), 1):
+            checkpoint(step, {name: jnp.full(4, float(step))})
+    for step in range(1, 6):
+        assert list(rps.load(tmp_path, step=step)) == [str(equal if step == 4 else key)]
+
+
+class Named:
+    """A node whose key is none of its static data."""
+
+    def __init__(self, key, x):
+        self.key, self.x = key, x
+
+
+jax.tree_util.register_pytree_with_keys(
+    Named, lambda node: ([(jax.tree_util.GetAttrKey(node.key), node.x)], None), lambda _, x: Named("?", *x)
+)
+
+
+def test_a_node_that_changes_its_keys_is_told_apart(tmp_path):
+    with rps.CheckpointCallback({"directory": tmp_path, "save_interval_steps": 1}) as checkpoint:
+        for step, name in enumerate("aaabba", 1):
+            checkpoint(step, Named(name, jnp.full(4, float(step))))
+    assert [next(iter(rps.load(tmp_path, step=step))) for step in range(1, 7)] == list("aaabba")
 
 
 def test_a_static_field_that_cannot_be_compared_does_no_harm(tmp_path):
     with rps.CheckpointCallback({"directory": tmp_path, "save_interval_steps": 1}) as checkpoint:
-        for step in (1, 2):
+        for step in (1, 2, 3):
             checkpoint(step, Odd(jnp.full(4, float(step)), np.arange(3)))
-    for step in (1, 2):
+    for step in (1, 2, 3):
         np.testing.assert_array_equal(rps.load(tmp_path, step=step)["x"], np.full(4, step))
+
+
+def test_no_state_is_kept_alive(tmp_path):
+    with rps.CheckpointCallback({"directory": tmp_path, "save_interval_steps": 1}) as checkpoint:
+        for step in (1, 2, 3):
+            arrays = [put(jnp.full((8, 50), step)), np.full(500, step)]
+            alive = [weakref.ref(array) for array in arrays]
+            checkpoint(step, arrays)
+            del arrays
+            checkpoint.wait()
+            assert [ref() for ref in alive] == [None, None]
 
 
 def test_a_run_may_change_between_structures_and_back(tmp_path):
@@ -142,7 +202,7 @@ def test_a_run_may_change_between_structures_and_back(tmp_path):
 
 
 def test_a_trained_state_is_taken_apart_by_its_template(tmp_path, monkeypatch):
-    """Of many saves of a linen `TrainState` only the first is flattened."""
+    """Of many saves of a linen `TrainState` only the first two are flattened."""
     flattened = []
     monkeypatch.setattr("flax_rpsave.saver.flatten", lambda state: flattened.append(state) or flatten(state))
     state = train_state.TrainState.create(apply_fn=print, params={"w": jnp.ones(4)}, tx=optax.adamw(1e-2))
@@ -150,5 +210,5 @@ def test_a_trained_state_is_taken_apart_by_its_template(tmp_path, monkeypatch):
         for step in range(1, 5):
             state = jax.jit(lambda s: s.apply_gradients(grads=s.params), donate_argnums=0)(state)
             checkpoint(step, state)
-    assert len(flattened) == 1
+    assert len(flattened) == 2
     np.testing.assert_array_equal(rps.load(tmp_path, step=4)["params"]["w"], state.params["w"])
