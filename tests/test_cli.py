@@ -332,7 +332,7 @@ def test_verify_finds_a_sound_run_sound(as_json, command, finished_run):
         assert (step["state"], step["faults"], step["unverified"]) == ("sound", [], 0)
         assert (step["checked"]["leaves"], step["checked"]["chunks"]) == (5, 5)  # chunks: 3 + 1 + 1
         assert step["checked"]["bytes"] == 1200 + 8 + 8
-        assert step["checked"]["documents"] == 6
+        assert step["checked"]["documents"] == 7
         assert (step["checked"]["nodes"] > 0) == ("ocdbt" in str(finished_run))
     code, out, _ = command("verify", finished_run / "10")
     assert (code, len(out)) == (0, 1)
@@ -430,7 +430,7 @@ def test_verify_says_what_has_no_digest(as_json, command, tmp_path):
     assert code == 0
     (step,) = found["checkpoints"]
     assert (step["state"], step["unverified"], step["checked"]["chunks"]) == ("not verifiable", 5, 0)
-    assert step["checked"]["documents"] == 6
+    assert step["checked"]["documents"] == 7
     _, out, _ = command("verify", tmp_path / "run")
     assert "5 chunks have no digest" in out[1]
 

@@ -19,11 +19,9 @@ from flax_rpsave.leaves import flatten
 from flax_rpsave.templates import flat_of, template_of
 from tests.helpers import bits
 
-MESH = jax.make_mesh((8,), ("d",))
-
 
 def put(value, *axes):
-    return jax.device_put(value, jax.sharding.NamedSharding(MESH, P(*axes)))
+    return jax.device_put(value, jax.sharding.NamedSharding(jax.make_mesh((8,), ("d",)), P(*axes)))
 
 
 def state_at(step):
@@ -63,33 +61,32 @@ def test_shardings_that_mean_the_same_are_alike():
     assert list(map(bits, flat.arrays)) == list(map(bits, flat_of(flatten(state)[0]).arrays))
 
 
-@pytest.mark.parametrize(
-    "leaves",
-    [
-        {"w": put(jnp.arange(8.0), "d")},
-        {"w": put(jnp.arange(16), "d")},
-        {"w": put(jnp.arange(16.0))},
-        {"w": np.arange(16.0, dtype=np.float32)},
-        {"w": jax.ShapeDtypeStruct((16,), jnp.float32)},
-        {"host": np.arange(6)},
-        {"host": np.arange(5.0)},
-        {"key": jax.random.key(0, impl="rbg")},
-        {"key": jax.random.PRNGKey(0)},
-        {"step": 2.0},
-        {"step": True},
-        {"note": 3},
-        {"run": 1.0},
-        {"empty": [{}, None]},
-        {"empty": [[], None, ()]},
-        {"more": 1},
-        {"opt": optax.sgd(1e-3).init({"x": jnp.zeros(4)})},
-        {"opt": nnx.Rngs(0)},
-        {1: 2},
-    ],
-    ids=str,
-)
-def test_a_state_that_is_unlike_is_left_to_flatten(leaves):
-    assert template_for(state_at(1)).flatten(state_at(2) | leaves) is None
+UNLIKE = {
+    "another shape": lambda: {"w": put(jnp.arange(8.0), "d")},
+    "another dtype": lambda: {"w": put(jnp.arange(16), "d")},
+    "another sharding": lambda: {"w": put(jnp.arange(16.0))},
+    "on the host": lambda: {"w": np.arange(16.0, dtype=np.float32)},
+    "no values": lambda: {"w": jax.ShapeDtypeStruct((16,), jnp.float32)},
+    "another shape on the host": lambda: {"host": np.arange(6)},
+    "another dtype on the host": lambda: {"host": np.arange(5.0)},
+    "another implementation of keys": lambda: {"key": jax.random.key(0, impl="rbg")},
+    "a key without type": lambda: {"key": jax.random.PRNGKey(0)},
+    "a float": lambda: {"step": 2.0},
+    "a bool": lambda: {"step": True},
+    "a number for a string": lambda: {"note": 3},
+    "a number for a function": lambda: {"run": 1.0},
+    "an empty node less": lambda: {"empty": [{}, None]},
+    "another empty node": lambda: {"empty": [[], None, ()]},
+    "a leaf more": lambda: {"more": 1},
+    "another optimizer": lambda: {"opt": optax.sgd(1e-3).init({"x": jnp.zeros(4)})},
+    "an NNX object": lambda: {"opt": nnx.Rngs(0)},
+    "keys without an order": lambda: {1: 2},
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_a_state_that_is_unlike_is_left_to_flatten(what):
+    assert template_for(state_at(1)).flatten(state_at(2) | UNLIKE[what]()) is None
 
 
 def test_a_deleted_array_is_left_to_flatten_which_names_it(tmp_path):
@@ -116,26 +113,24 @@ class Letter(str, enum.Enum):  # noqa: UP042 - whose text is not its value
     A = "a"
 
 
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"model": nnx.Linear(2, 3, rngs=nnx.Rngs(0))},
-        {"state": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))},
-        {True: 1.0},
-        {1.0: 1.0},
-        {Letter.A: 1.0},
-        Odd(jnp.zeros(3), np.arange(3)),
-        Odd(jnp.zeros(3), jnp.arange(1)),
-    ],
-    ids=str,
-)
-def test_states_whose_like_may_differ_have_no_template(state):
-    assert template_for(state) is None
+WITHOUT_TEMPLATE = {
+    "an NNX object": lambda: {"model": nnx.Linear(2, 3, rngs=nnx.Rngs(0))},
+    "an NNX state": lambda: {"state": nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))},
+    "a bool as key": lambda: {True: 1.0},
+    "a float as key": lambda: {1.0: 1.0},
+    "an enum as key": lambda: {Letter.A: 1.0},
+    "a static NumPy array": lambda: Odd(jnp.zeros(3), np.arange(3)),
+    "a static array on a device": lambda: Odd(jnp.zeros(3), jnp.arange(1)),
+}
 
 
-@pytest.mark.parametrize("others", [{1: True}, {"a": Letter.A}, {0: 0.0}], ids=str)
-def test_keys_that_are_equal_and_have_other_names_are_told_apart(tmp_path, others):
-    ((key, equal),) = others.items()
+@pytest.mark.parametrize("what", WITHOUT_TEMPLATE)
+def test_states_whose_like_may_differ_have_no_template(what):
+    assert template_for(WITHOUT_TEMPLATE[what]()) is None
+
+
+@pytest.mark.parametrize(("key", "equal"), [(1, True), ("a", Letter.A), (0, 0.0)], ids=["bool", "enum", "float"])
+def test_keys_that_are_equal_and_have_other_names_are_told_apart(tmp_path, key, equal):
     assert key == equal
     with rps.CheckpointCallback({"directory": tmp_path, "save_interval_steps": 1}) as checkpoint:
         for step, name in enumerate((key, key, key, equal, key), 1):
