@@ -55,7 +55,7 @@ class Engines:
     """
 
     def __init__(self) -> None:
-        self._mode = os.environ.get(ENGINE_VARIABLE, "auto")
+        self._mode = os.environ.get(ENGINE_VARIABLE) or "auto"
         if self._mode not in _MODES:
             raise ConfigError(f"{ENGINE_VARIABLE} must be one of {', '.join(_MODES)}, got {self._mode!r}")
         self._direct: bool | None = None if self._mode == "auto" else self._mode == "direct"

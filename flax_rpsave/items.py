@@ -96,7 +96,7 @@ def _find_item(directory: Directory, item: str | None) -> Directory:
         return directory
     items = _items(directory)
     if item is not None:
-        if item not in directory.children():
+        if item not in directory.children() or item == documents.METRICS_ITEM:
             raise NoCheckpointError(f"{directory} has no item {item!r}; it has {items or 'none'}")
         return directory / item
     if "default" in directory.children():

@@ -344,6 +344,8 @@ def leaf_of(path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> Le
         _check_dtype(where, array.dtype)
         return make("scalar", array)
     if isinstance(value, str):
+        if not _is_unicode(value):
+            raise UnsupportedLeafError(f"leaf {where} is no Unicode text (an unpaired surrogate), which JSON cannot hold")
         return make("string", value)
     if (children := jax.tree_util.default_registry.flatten_one_level(value)) is not None:
         assert not list(children[0])  # `_stops` lets only empty nodes through
@@ -419,9 +421,9 @@ def _check_names(leaves: Sequence[Leaf]) -> None:
                 raise UnsupportedLeafError(f"leaf {leaf.name!r} has a key that is no Unicode text; rename it.")
 
 
-def _is_unicode(key: str) -> bool:
+def _is_unicode(text: str) -> bool:
     try:
-        key.encode()
+        text.encode()
     except UnicodeEncodeError:
         return False
     return True

@@ -222,6 +222,7 @@ def test_a_leaf_that_cannot_be_stored_is_named_before_anything_is_written(run, l
         ({"a//b": np.ones(1)}, r"'a//b' cannot be stored under that name; rename"),
         ({".rpsave/process_0/index": np.ones(1)}, r"begin with '\.rpsave' are kept"),
         ({"a\x00b": np.ones(1)}, r"NUL character in a key; rename"),
+        ({"note": "\ud800"}, r"leaf note is no Unicode text"),
     ],
 )
 def test_names_that_collide_or_cannot_be_stored_are_refused_before_anything_is_written_report_13(run, state, said):

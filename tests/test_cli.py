@@ -461,7 +461,7 @@ def test_stock_checkpoints_are_listed_inspected_and_read(stock_run, as_json, com
     code, out, _ = command("verify", stock_run)
     assert code == 0
     assert "not verifiable" in out[0]
-    assert "have no digest (stock Orbax stores none)" in out[1]
+    assert "have no digest (stock Orbax and `checksum: false` store none)" in out[1]
     assert faults.files_in(stock_run) == before
 
 

@@ -524,6 +524,8 @@ def test_the_probe_writes_as_an_engine_does_and_leaves_nothing(tmp_path, monkeyp
 
 
 def test_an_engine_that_does_not_exist_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("RPSAVE_ENGINE", "")  # as if it were not set
+    run(tmp_path).close()
     monkeypatch.setenv("RPSAVE_ENGINE", "fast")
     with pytest.raises(rps.ConfigError, match="RPSAVE_ENGINE must be one of auto, direct, tensorstore, got 'fast'"):
         run(tmp_path)

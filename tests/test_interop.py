@@ -489,6 +489,8 @@ def test_stock_orbax_finds_the_best_of_our_steps(tmp_path, item):
         assert manager.metrics(20) == {"loss": 1.0}
         assert manager.metrics(40) is None
         assert manager.metrics(50) is None
+    with pytest.raises(rps.NoCheckpointError, match=rf"no item 'metrics'; it has \['{item}'\]"):
+        rps.load(root, step=20, item="metrics")
     with ocp.CheckpointManager(root, item_names=(item,)) as manager:  # which does not disturb others
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore({"x": jnp.zeros(4)})})
         restored = manager.restore(20, args=args)[item]
