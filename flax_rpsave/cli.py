@@ -194,8 +194,8 @@ def _verdict(result: Audit) -> str:
     lines = [f"{name}: {_state(result)}; good are {counts}, {_size(checked['bytes'])}"]
     if result.unverified:
         lines.append(
-            f"  {result.unverified} chunks have no digest (stock Orbax and `checksum: false` store none): they are there and "
-            "could be read, but other values in them would not be noticed"
+            f"  {result.unverified} chunks have no digest (stock Orbax and `checksum: false` store none): they are "
+            "there and could be read, but other values in them would not be noticed"
         )
     for fault in result.faults:
         leaf = "" if fault.leaf is None else f", leaf {fault.leaf}"

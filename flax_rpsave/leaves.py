@@ -345,7 +345,7 @@ def leaf_of(path: tuple[str, ...], key_types: tuple[int, ...], value: Any) -> Le
         return make("scalar", array)
     if isinstance(value, str):
         if not _is_unicode(value):
-            raise UnsupportedLeafError(f"leaf {where} is no Unicode text (an unpaired surrogate), which JSON cannot hold")
+            raise UnsupportedLeafError(f"leaf {where} is no Unicode text (an unpaired surrogate): it has no JSON")
         return make("string", value)
     if (children := jax.tree_util.default_registry.flatten_one_level(value)) is not None:
         assert not list(children[0])  # `_stops` lets only empty nodes through
