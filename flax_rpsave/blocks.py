@@ -204,14 +204,14 @@ class BlockWriter:
             if len(pages):
                 views += [buffer[begin:at], pages]
                 begin = behind
-            if not self._digest(part, [buffer[part.at : at], pages, buffer[behind:filled]]):
+            if not self._digest(part, buffer[part.at : filled]):
                 return None
         buffer[filled : block.nbytes] = 0
         views.append(buffer[begin : block.nbytes])
         return [view.data for view in views if len(view)]
 
-    def _digest(self, part: Part, views: Sequence[np.ndarray]) -> bool:
-        """Takes the digest of a part, of which no view has all; False where the other thread has failed."""
+    def _digest(self, part: Part, copied: np.ndarray) -> bool:
+        """Takes the digest of a part, from memory or from what was copied; False where the other thread has failed."""
         value = part.value
         if value.key is None or value.hasher is None:
             return True
@@ -220,10 +220,10 @@ class BlockWriter:
                 self._digesting.wait_for(lambda: value.digested == part.begin or self._error is not None)
                 if self._error is not None:
                     return False
-        begin = part.begin
-        for view in filter(len, views):
-            value.source.digest(value.hasher, begin, view)
-            begin += len(view)
+        if value.source.memory is not None:
+            value.hasher.update(value.source.memory[part.begin : part.end])
+        else:
+            value.source.digest(value.hasher, part.begin, copied)
         if part.end == value.source.nbytes:
             self._digests[value.key] = value.hasher.hexdigest()
         else:

@@ -53,11 +53,11 @@ class ChunkBytes:
         out[: len(part)] = part
         out[len(part) :] = 0
 
-    def digest(self, hasher: Any, begin: int, data: np.ndarray) -> None:
-        """Digests some of the bytes, which lie in `data`, without the zeros around the values."""
-        first, last = self.values_before(begin), self.values_before(begin + len(data))
+    def digest(self, hasher: Any, begin: int, copied: np.ndarray) -> None:
+        """Digests what `copy` has copied, without the zeros around the values."""
+        first, last = self.values_before(begin), self.values_before(begin + len(copied))
         if not self._padded_within:
-            hasher.update(data[: last - first])
+            hasher.update(copied[: last - first])
             return
         values, scratch = ChunkBytes(self._values, self._values.shape), np.empty(_SCRATCH_NBYTES, np.uint8)
         for at in range(first, last, _SCRATCH_NBYTES):
