@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import socket
+
 import jax
 import numpy as np
 
@@ -12,6 +15,21 @@ def bits(value):
         return (str(jax.random.key_impl(value)), *bits(jax.random.key_data(value)))
     array = np.asarray(value)
     return array.dtype.name, array.shape, np.ascontiguousarray(array).tobytes()
+
+
+def free_port():
+    """A port that nobody listens on, below those that the system gives to outgoing connections.
+
+    One of these could be taken by any other test between this and the start of the server that is to have it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 def head(parts, nbytes):

@@ -17,6 +17,7 @@ import tensorstore as ts
 
 from flax_rpsave.directory import open_directory
 from flax_rpsave.store import new_context
+from tests.helpers import free_port
 from tests.servers import proxy as proxies
 
 BUCKET = "bucket"
@@ -101,13 +102,6 @@ def running(scheme: str) -> Iterator[Store]:
             yield store
         finally:
             store.proxy.stop()
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def objects(url: str) -> ts.KvStore:

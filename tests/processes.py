@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import textwrap
@@ -10,6 +9,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.helpers import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,9 +64,7 @@ def started(
     env: Mapping[str, str] | None = None,
 ) -> Iterator[list[subprocess.Popen]]:
     """Starts the processes; kills what still runs at the end of the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     program = PRELUDE + textwrap.dedent(script)
     running = []
     try:

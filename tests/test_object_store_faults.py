@@ -9,8 +9,8 @@ import pytest
 
 import flax_rpsave as rps
 from tests import faults
-from tests.helpers import assert_same_tree
-from tests.object_stores import BUCKET, MARKER, free_port, keys, own_url, serving
+from tests.helpers import assert_same_tree, free_port
+from tests.object_stores import BUCKET, MARKER, keys, own_url, serving
 from tests.servers.proxy import Loss
 
 
