@@ -111,7 +111,7 @@ class Value:
         return int(memory.ctypes.data) % ALIGNMENT
 
 
-def plain_value(data: bytes | bytearray, key: str | None = None) -> Value:
+def plain_value(data: bytes | bytearray | memoryview, key: str | None = None) -> Value:
     """Bytes that need no digest."""
     source = np.frombuffer(data, np.uint8)
     return Value(key, ChunkBytes(source, source.shape))
@@ -211,7 +211,7 @@ class BlockWriter:
         return [view.data for view in views if len(view)]
 
     def _digest(self, part: Part, copied: np.ndarray) -> bool:
-        """Takes the digest of a part, from memory or from what was copied; False where the other thread has failed."""
+        """Takes the digest of a part; False where the other thread has failed."""
         value = part.value
         if value.key is None or value.hasher is None:
             return True
@@ -220,10 +220,7 @@ class BlockWriter:
                 self._digesting.wait_for(lambda: value.digested == part.begin or self._error is not None)
                 if self._error is not None:
                     return False
-        if value.source.memory is not None:
-            value.hasher.update(value.source.memory[part.begin : part.end])
-        else:
-            value.source.digest(value.hasher, part.begin, copied)
+        value.source.digest(value.hasher, part.begin, copied)
         if part.end == value.source.nbytes:
             self._digests[value.key] = value.hasher.hexdigest()
         else:

@@ -54,7 +54,10 @@ class ChunkBytes:
         out[len(part) :] = 0
 
     def digest(self, hasher: Any, begin: int, copied: np.ndarray) -> None:
-        """Digests what `copy` has copied, without the zeros around the values."""
+        """Digests what `copy` has copied, from the values' own memory where it can, without the zeros around them."""
+        if self.memory is not None:
+            hasher.update(self.memory[begin : begin + len(copied)])
+            return
         first, last = self.values_before(begin), self.values_before(begin + len(copied))
         if not self._padded_within:
             hasher.update(copied[: last - first])

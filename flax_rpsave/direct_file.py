@@ -137,6 +137,11 @@ class DirectFile:
             raise OSError(error.errno, error.strerror, self.path) from None
 
 
+def engine_mode() -> str:
+    """What `RPSAVE_ENGINE` says; `auto` where it is not set, or empty."""
+    return os.environ.get(ENGINE_VARIABLE) or "auto"
+
+
 def open_direct(path: str, flags: int, refused: Callable[[OSError], None] = lambda error: None) -> int:
     """A descriptor with O_DIRECT, or without it where the file system refuses that; `refused` is then told."""
     try:

@@ -25,8 +25,8 @@ from flax_rpsave.chunk_bytes import PLAIN
 from flax_rpsave.direct_file import (
     ALIGNMENT,
     BLOCK_NBYTES,
-    ENGINE_VARIABLE,
     aligned_buffer,
+    engine_mode,
     is_on_local_disk,
     open_direct,
 )
@@ -60,7 +60,7 @@ class PlacedChunk:
 
 def can_read_directly(directory: Directory) -> bool:
     """Whether files there are to be read past the page cache: those of local disks, unless RPSAVE_ENGINE forbids it."""
-    mode = os.environ.get(ENGINE_VARIABLE) or "auto"
+    mode = engine_mode()
     if mode == "tensorstore" or not isinstance(directory, FileDirectory):
         return False
     return mode == "direct" or is_on_local_disk(str(directory))

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 import base64
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from flax_rpsave.errors import DivergenceError
 from flax_rpsave.planner import LeafLayout, SavePlan
+
+logger = logging.getLogger("flax_rpsave")
 
 Fingerprints = Mapping[int, Mapping[int, int]]
 """Leaf → holder → fingerprint; a holder is a device by its id or, of leaves without a mesh, a process."""
@@ -111,6 +115,31 @@ def build_report(plan: SavePlan, process: int, processes: int, found: Fingerprin
         blocks.append(block.ravel())
     agreed = np.concatenate(blocks) if blocks else np.zeros(0, "<u8")
     return {"agreed": base64.b64encode(agreed.tobytes()).decode(), "differing": differing}
+
+
+def check(plan: SavePlan, reports: Sequence[Mapping[str, Any]], labels: Sequence[str], step: int, mode: str) -> None:
+    """Warns or fails where replicas differ.
+
+    Args:
+      plan: The plan.
+      reports: Of all processes, by process.
+      labels: What to call each leaf.
+      step: Of the save.
+      mode: "warn" or "fail".
+
+    Raises:
+      DivergenceError: They differ, and the mode is "fail".
+    """
+    if not (found := find(plan, reports)):
+        return
+    text = describe(found, labels)
+    if mode == "warn":
+        logger.warning("step %d is saved, but %s", step, text)
+        return
+    raise DivergenceError(
+        f"step {step}: {text}\nResume from an earlier step to make the replicas equal again "
+        "(checkpoint.replica_parallel.check_divergence is 'fail'; 'warn' would have saved this one)."
+    )
 
 
 def find(plan: SavePlan, reports: Sequence[Mapping[str, Any]]) -> list[Divergence]:

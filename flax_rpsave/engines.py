@@ -18,8 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorstore as ts
 
-from flax_rpsave.blocks import Block, BlockWriter, Buffers, Helper, Part, Value, new_buffers
-from flax_rpsave.chunk_bytes import ChunkBytes
+from flax_rpsave.blocks import Block, BlockWriter, Buffers, Helper, Part, Value, new_buffers, plain_value
 from flax_rpsave.chunk_files import ChunkFilesEngine
 from flax_rpsave.config import StorageConfig
 from flax_rpsave.direct import DirectEngine
@@ -29,6 +28,7 @@ from flax_rpsave.direct_file import (
     ENGINE_VARIABLE,
     DirectFile,
     aligned_buffer,
+    engine_mode,
     is_on_local_disk,
     reports_lost_writes,
 )
@@ -55,7 +55,7 @@ class Engines:
     """
 
     def __init__(self) -> None:
-        self._mode = os.environ.get(ENGINE_VARIABLE) or "auto"
+        self._mode = engine_mode()
         if self._mode not in _MODES:
             raise ConfigError(f"{ENGINE_VARIABLE} must be one of {', '.join(_MODES)}, got {self._mode!r}")
         self._direct: bool | None = None if self._mode == "auto" else self._mode == "direct"
@@ -145,7 +145,7 @@ def _content(nbytes: int) -> Value:
     """Of a block of a probe, where it is written from: not zeros, which some storage does not write."""
     content = aligned_buffer(nbytes)
     content.view(np.int64)[:] = np.arange(nbytes // 8)
-    return Value(None, ChunkBytes(content, content.shape))
+    return plain_value(content.data)
 
 
 def _probe(directory: FileDirectory, content: Value, direct: bool, buffers: Buffers, helper: Helper) -> float:

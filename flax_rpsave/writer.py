@@ -39,7 +39,7 @@ from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory, explained
 from flax_rpsave.engine import Engine, Written
 from flax_rpsave.engines import Engines
-from flax_rpsave.errors import DivergenceError, RPSaveError, SaveError
+from flax_rpsave.errors import RPSaveError, SaveError
 from flax_rpsave.leaves import Leaf
 from flax_rpsave.planner import SavePlan
 from flax_rpsave.snapshot import Snapshot
@@ -273,8 +273,9 @@ class SaveRun:
         self, temporary: Directory, item: Directory, reports: Sequence[Mapping[str, Any]], context: ts.Context
     ) -> None:
         request = self.request
-        if request.config.replica_parallel.check_divergence is not None:
-            self._check_replicas([report["replicas"] for report in reports])
+        if (mode := request.config.replica_parallel.check_divergence) is not None:
+            labels = [leaf.label for leaf in request.leaves if leaf.is_array]
+            divergence.check(request.plan, [report["replicas"] for report in reports], labels, request.step, mode)
         use_ocdbt = request.config.storage.use_ocdbt
         if use_ocdbt:
             store = commit.merge(item, len(reports), context)
@@ -302,25 +303,12 @@ class SaveRun:
                 request.begun_ns,
             ),
         }
-        if (strings := documents.build_strings(request.leaves)) is not None:
-            files[f"{prefix}{documents.STRINGS}"] = strings
-        if (of_stock := documents.build_metrics(metrics)) is not None:
-            files[documents.METRICS] = of_stock
+        not_always = {
+            f"{prefix}{documents.STRINGS}": documents.build_strings(request.leaves),
+            documents.METRICS: documents.build_metrics(metrics),
+        }
+        files |= {name: data for name, data in not_always.items() if data is not None}
         commit.publish(temporary, item, request.final, files, request.nonce)
-
-    def _check_replicas(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Warns or fails where replicas differ."""
-        request = self.request
-        if not (found := divergence.find(request.plan, reports)):
-            return
-        text = divergence.describe(found, [leaf.label for leaf in request.leaves if leaf.is_array])
-        if request.config.replica_parallel.check_divergence == "warn":
-            logger.warning("step %d is saved, but %s", request.step, text)
-            return
-        raise DivergenceError(
-            f"step {request.step}: {text}\nResume from an earlier step to make the replicas equal again "
-            "(checkpoint.replica_parallel.check_divergence is 'fail'; 'warn' would have saved this one)."
-        )
 
 
 class Writer:

@@ -8,6 +8,8 @@ import socket
 import jax
 import numpy as np
 
+from flax_rpsave.leaves import flatten
+
 
 def bits(value):
     """(dtype, shape, bytes) of an array or number, and the implementation's name of typed PRNG keys."""
@@ -15,6 +17,16 @@ def bits(value):
         return (str(jax.random.key_impl(value)), *bits(jax.random.key_data(value)))
     array = np.asarray(value)
     return array.dtype.name, array.shape, np.ascontiguousarray(array).tobytes()
+
+
+def arrays_of(state):
+    """The leaves of a state that are arrays."""
+    return [leaf for leaf in flatten(state)[0] if leaf.is_array]
+
+
+def values_of(state):
+    """Their values."""
+    return [leaf.value for leaf in arrays_of(state)]
 
 
 def free_port():

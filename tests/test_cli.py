@@ -22,6 +22,7 @@ from flax_rpsave import cli
 from flax_rpsave.directory import open_directory
 from flax_rpsave.store import new_context
 from tests import faults
+from tests.helpers import free_port
 
 FORMATS = {"ocdbt": True, "files": False}
 
@@ -480,9 +481,7 @@ def test_a_stock_checkpoint_with_a_file_missing_is_damaged(stock_run, tmp_path, 
 @pytest.fixture
 def bucket(monkeypatch):
     """The URL of an S3 bucket, of a server in a process of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "test")

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 import flax_rpsave as rps
 from flax_rpsave.config import ReplicaParallelConfig
 from flax_rpsave.divergence import build_report, compared_leaves, describe, find
-from flax_rpsave.leaves import flatten
 from flax_rpsave.planner import LeafLayout, MeshLayout, layout_of, plan_leaves
 from flax_rpsave.snapshot import Snapshotter
+from tests.helpers import arrays_of, values_of
 from tests.processes import run
 
 DEVICES = np.array(jax.devices())
@@ -53,14 +53,6 @@ def drifted(array, sharding, flips):
 
     shards = [held(device, index) for device, index in sharding.devices_indices_map(array.shape).items()]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards, dtype=array.dtype)
-
-
-def arrays_of(state):
-    return [leaf for leaf in flatten(state)[0] if leaf.is_array]
-
-
-def values_of(state):
-    return [leaf.value for leaf in arrays_of(state)]
 
 
 class Checker:

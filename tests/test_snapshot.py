@@ -15,11 +15,10 @@ from jax.sharding import PartitionSpec as P
 import flax_rpsave as rps
 from flax_rpsave import owner_slices
 from flax_rpsave.config import ReplicaParallelConfig
-from flax_rpsave.leaves import flatten
 from flax_rpsave.planner import layout_of, plan_leaves
 from flax_rpsave.shares import chunk_boxes
 from flax_rpsave.snapshot import Snapshotter
-from tests.helpers import assert_same_tree, bits
+from tests.helpers import arrays_of, assert_same_tree, bits, values_of
 from tests.models import adam_state, replicated
 
 FINE = ReplicaParallelConfig(min_slice_bytes=1)
@@ -49,14 +48,6 @@ def values(*shape, dtype="float32", seed=0):
     if dtype.kind == "b":
         return (np.frombuffer(raw, np.uint8) & 1).astype(bool).reshape(shape)
     return np.frombuffer(raw, dtype).reshape(shape)
-
-
-def arrays_of(state):
-    return [leaf for leaf in flatten(state)[0] if leaf.is_array]
-
-
-def values_of(state):
-    return [leaf.value for leaf in arrays_of(state)]
 
 
 def snapshotter_for(state, options=FINE, max_nbytes=None, process=0):
