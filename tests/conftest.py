@@ -4,10 +4,11 @@ import os
 
 import pytest
 
+from tests import xla_flags
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-_FLAG = "--xla_force_host_platform_device_count"
-if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags.devices(8)}".strip()
 
 # Files of few tests that start programs of their own; begun last, one of them would keep one worker busy alone.
 _LONG = (

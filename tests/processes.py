@@ -10,12 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import xla_flags
 from tests.helpers import free_port
 
 ROOT = Path(__file__).parents[1]
-
-# XLA optimizes little: most of the time of a script is its compilation.
-XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 # What every script begins with: the runtime, this process's number, a mesh of all devices, and arrays on it.
 PRELUDE = """
@@ -72,7 +70,7 @@ def started(
             variables = {
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",
-                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {XLA_FLAGS}",
+                "XLA_FLAGS": xla_flags.devices(devices),
                 "PYTHONPATH": str(ROOT),
                 "PYTHONUNBUFFERED": "1",
                 "TEST_PROCESS": str(process),

@@ -19,7 +19,7 @@ import yaml
 from flax import nnx
 
 import flax_rpsave as rps
-from tests.processes import XLA_FLAGS
+from tests import xla_flags
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "gpt_small"
 PRESETS = ("config.yaml", "config_gpt2.yaml")
@@ -51,7 +51,7 @@ def start(work: Path, name: str, *options: str, interval: int = 2) -> subprocess
     """
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": XLA_FLAGS,
+        "XLA_FLAGS": xla_flags.OPTIMIZE_LITTLE,
         "JAX_COMPILATION_CACHE_DIR": str(work / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
@@ -88,7 +88,7 @@ def test_a_resumed_run_logs_the_losses_of_an_uninterrupted_one(tmp_path: Path) -
 
 
 def test_two_processes_that_were_told_to_stop_end_with_the_bits_of_two_that_were_not(tmp_path: Path) -> None:
-    steps = 120
+    steps = 60
     options = ("--processes", "2", "--steps", str(steps))
     straight = train(tmp_path, "straight", *options, interval=50)
     launcher = start(tmp_path, "resumed", *options, interval=50)

@@ -119,7 +119,7 @@ def test_a_changed_byte_anywhere_is_found_or_means_nothing(run, caplog):
     steps = []
     for path in files_of(run / "20"):
         data = path.read_bytes()
-        for at, changed in flipped(data, 24):
+        for at, changed in flipped(data, 16):
             path.write_bytes(changed)
             steps.append(resume(run, caplog))
             assert steps[-1] == 10 or not is_needed(path), (path, at)

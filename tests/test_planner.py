@@ -147,7 +147,7 @@ def check_leaf(plan, options):
         assert chunk == tuple(max(1, n) for n in layout.shard_shape)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(states(), options_strategy)
 def test_every_element_has_one_owner_that_holds_it_and_no_chunk_has_two_writers(layouts, options):
     plan = plan_leaves(layouts, options)
@@ -165,7 +165,7 @@ def test_no_small_shard_of_a_sharded_axis_is_cut_across_its_border(replicas):
             check_leaf(plan_leaves([leaf("w", shape, mesh, spec)], NO_FLOOR).leaves[0], NO_FLOOR)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(states(), options_strategy)
 def test_bytes_by_device_and_process_add_up(layouts, options):
     plan = plan_leaves(layouts, options)
@@ -190,7 +190,7 @@ def test_bytes_by_device_and_process_add_up(layouts, options):
     assert plan.nbytes <= sum(plan.process_bytes.values())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(states(), options_strategy, st.randoms(use_true_random=False))
 def test_processes_that_made_their_meshes_apart_compute_the_same_plan(layouts, options, random):
     plan = plan_leaves(layouts, options)

@@ -14,6 +14,7 @@ import pytest
 import flax_rpsave as rps
 from flax_rpsave import CheckpointCallback, host_memory
 from flax_rpsave.restore import put
+from tests import xla_flags
 from tests.trees import abstract, assert_same_tree, blank, mesh_of, on, values
 
 CONFIG = {"replica_parallel": {"min_slice_bytes": 16}}
@@ -256,11 +257,10 @@ IN_ANOTHER_PROCESS = """
 @pytest.mark.parametrize(("devices", "target"), [(1, "1"), (3, "3 sharded"), (2, "8 sharded")])
 def test_a_process_with_fewer_devices_restores_and_its_save_is_restored_on_all(run_on, tmp_path, devices, target):
     """The sharding stored in the checkpoint names devices that are not there (report 61)."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
     script = textwrap.dedent(IN_ANOTHER_PROCESS)
     done = subprocess.run(
         [sys.executable, "-c", script, str(devices), run_on("4x2 sharded"), target, tmp_path / "back"],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},
+        env={**os.environ, "XLA_FLAGS": xla_flags.devices(devices), "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd()},
         capture_output=True,
         text=True,
         timeout=120,

@@ -26,7 +26,7 @@ class Sizes:
     examples: int
 
 
-SMALL = Sizes(kills=2, calls=16, saves=30, mutants=60, examples=50)
+SMALL = Sizes(kills=2, calls=12, saves=30, mutants=40, examples=50)
 FULL = Sizes(kills=200, calls=1000, saves=500, mutants=2000, examples=5000)
 
 
