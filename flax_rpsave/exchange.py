@@ -1,9 +1,7 @@
-"""Reading a checkpoint with several processes: each stored chunk is read once, by one of those that need it.
+"""What several processes have read for each other.
 
-What is assigned are stored chunks, not the target's slices: a digest covers a whole chunk, and a chunk that two
-processes read in part would be fetched twice. The assignment is a pure function of the stored arrays and the target's
-shardings, so every process computes the same. After all have read and verified their share, the chunks that others
-need go over the interconnect, in rounds of bounded size: one all-gather of bytes over one device a process.
+After all have read and verified their share (`shares` says who reads which chunk), the chunks that others need go over
+the interconnect, in rounds of bounded size: one all-gather of bytes over one device a process.
 """
 
 from __future__ import annotations
