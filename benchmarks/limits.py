@@ -8,9 +8,9 @@ import functools
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,20 +23,21 @@ Limits = dict[str, dict[str, float] | None]
 
 
 def measure(directory: Path, nbytes: int) -> Limits:
-    """Measures every limit for `nbytes`, rounded up to whole blocks. Leaves nothing in `directory`."""
-    blocks = -(-nbytes // _BLOCK)
+    """Measures every limit for `nbytes` (raw writes and reads: rounded up to pages); leaves nothing in `directory`."""
     path = directory / "limits.bin"
-    limits = _copies(blocks * _BLOCK)
-    try:
-        for name, threads in (("direct_write_1_thread", 1), ("direct_write", _THREADS)):
-            limits[name] = _direct(_write_all, path, blocks, threads, os.O_WRONLY | os.O_CREAT)
-            limits["direct_read"] = _direct(_read_all, path, blocks, _THREADS, os.O_RDONLY)
+    limits = _copies(nbytes)
+    with _buffers() as buffers:
+        try:
+            for name, used in (("direct_write_1_thread", buffers[:1]), ("direct_write", buffers)):
+                limits[name] = _direct(_write_all, path, nbytes, used, os.O_WRONLY | os.O_CREAT)
+                if name == "direct_write":
+                    limits["direct_read"] = _direct(_read_all, path, nbytes, used, os.O_RDONLY)
+                path.unlink(missing_ok=True)
+            limits["buffered_write"] = _timed(lambda: _write_all(path, nbytes, buffers[:1], os.O_WRONLY | os.O_CREAT))
+            _drop(path)
+            limits["buffered_read_cold"] = _timed(lambda: _read_all(path, nbytes, buffers[:1], os.O_RDONLY))
+        finally:
             path.unlink(missing_ok=True)
-        limits["buffered_write"] = _timed(lambda: _write_all(path, blocks, 1, os.O_WRONLY | os.O_CREAT))
-        _drop(path)
-        limits["buffered_read_cold"] = _timed(lambda: _read_all(path, blocks, 1, os.O_RDONLY))
-    finally:
-        path.unlink(missing_ok=True)
     return limits
 
 
@@ -52,40 +53,55 @@ def _timed(work: Callable[[], object]) -> dict[str, float]:
     return {"secs": time.perf_counter() - began, "cpu_secs": time.process_time() - cpu_secs}
 
 
+@contextmanager
+def _buffers() -> Iterator[list[mmap.mmap]]:
+    """An aligned buffer for each thread, with bytes that no disk can make less of."""
+    with ExitStack() as stack:
+        buffers = [stack.enter_context(mmap.mmap(-1, _BLOCK)) for _ in range(_THREADS)]
+        for seed, buffer in enumerate(buffers):
+            buffer.write(np.random.default_rng(seed).bytes(_BLOCK))
+        yield buffers
+
+
 def _direct(
-    work: Callable[[Path, int, int, int], None], path: Path, blocks: int, threads: int, flags: int
+    work: Callable[[Path, int, Sequence[mmap.mmap], int], None],
+    path: Path,
+    nbytes: int,
+    buffers: Sequence[mmap.mmap],
+    flags: int,
 ) -> dict[str, float] | None:
     try:
-        return _timed(lambda: work(path, blocks, threads, flags | os.O_DIRECT))
+        return _timed(lambda: work(path, nbytes, buffers, flags | os.O_DIRECT))
     except OSError:
         return None
 
 
-def _write_all(path: Path, blocks: int, threads: int, flags: int) -> None:
+def _write_all(path: Path, nbytes: int, buffers: Sequence[mmap.mmap], flags: int) -> None:
     """Writes and fsyncs the file. Preallocated: a writer knows its size, and O_DIRECT gains from it."""
     with _opened(path, flags) as descriptor:
-        os.posix_fallocate(descriptor, 0, blocks * _BLOCK)
-        _in_blocks(lambda buffer, offset: os.pwrite(descriptor, buffer, offset), blocks, threads)
+        os.posix_fallocate(descriptor, 0, nbytes)
+        _in_blocks(lambda part, offset: os.pwrite(descriptor, part, offset), nbytes, buffers)
         os.fsync(descriptor)
 
 
-def _read_all(path: Path, blocks: int, threads: int, flags: int) -> None:
+def _read_all(path: Path, nbytes: int, buffers: Sequence[mmap.mmap], flags: int) -> None:
     with _opened(path, flags) as descriptor:
-        _in_blocks(lambda buffer, offset: os.preadv(descriptor, [buffer], offset), blocks, threads)
+        _in_blocks(lambda part, offset: os.preadv(descriptor, [part], offset), nbytes, buffers)
 
 
-def _in_blocks(transfer: Callable[[mmap.mmap, int], int], blocks: int, threads: int) -> None:
-    """Calls `transfer(buffer, offset)` for every block; each thread has an aligned buffer and every n-th block."""
+def _in_blocks(transfer: Callable[[memoryview, int], int], nbytes: int, buffers: Sequence[mmap.mmap]) -> None:
+    """Calls `transfer(buffer, offset)` for every block, the last one cut to pages; a thread for each buffer."""
+    end = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def share(thread: int) -> None:
-        with mmap.mmap(-1, _BLOCK) as buffer:
-            buffer.write(np.random.default_rng(thread).bytes(_BLOCK))
-            for block in range(thread, blocks, threads):
-                if transfer(buffer, block * _BLOCK) != _BLOCK:
-                    raise OSError(f"short transfer at block {block}")
+        with memoryview(buffers[thread]) as whole:
+            for offset in range(thread * _BLOCK, end, len(buffers) * _BLOCK):
+                with whole[: end - offset] as part:
+                    if transfer(part, offset) != len(part):
+                        raise OSError(f"short transfer at byte {offset}")
 
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(share, range(threads)))
+    with ThreadPoolExecutor(len(buffers)) as pool:
+        list(pool.map(share, range(len(buffers))))
 
 
 @contextmanager

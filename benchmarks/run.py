@@ -3,7 +3,7 @@
     ./scripts/bench                                    every peer, both cases, 3 rounds: about half an hour on 2 cores
     ./scripts/bench --quick                            a tiny state, one round, two peers: does it all still work?
     ./scripts/bench --scaling                          1 to 8 hosts with a network card of 4 MB/s each: 11 minutes
-    ./scripts/bench --case alongside                   any other case: its peers, some 6 minutes (train_loop: 25)
+    ./scripts/bench --case alongside                   any other case: its own peers and rounds
     ./scripts/bench --case gpt2_small --peers rpsave,orbax_rp --rounds 1 --scale 0.1
 
 Round robin: in each round the machine's limits are measured and every peer has its turn (another one goes first in each

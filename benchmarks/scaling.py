@@ -97,13 +97,18 @@ def fit(measured: Sequence[Point]) -> Model | None:
     save of R hosts takes beyond 1/R of that one's time is a · (1 - 1/R), and a is what fits these best (least squares).
     """
     one = next((point for point in measured if point.hosts == 1), None)
-    few = [point for point in measured if 1 < point.hosts <= FITTED_HOSTS]
+    few = _fitted(measured)
     if one is None or not few:
         return None
     shares = [1 - 1 / point.hosts for point in few]
     beyond = [point.secs - one.secs / point.hosts for point in few]
     fixed_secs = sum(s * b for s, b in zip(shares, beyond, strict=True)) / sum(share**2 for share in shares)
     return Model(fixed_secs, one.sent_bytes, one.sent_bytes / (one.secs - fixed_secs))
+
+
+def _fitted(measured: Sequence[Point]) -> list[Point]:
+    """Those that the fixed cost is fitted on."""
+    return [point for point in measured if 1 < point.hosts <= FITTED_HOSTS]
 
 
 def speed_up(measured: Sequence[Point], point: Point) -> float | None:
@@ -160,14 +165,15 @@ def _role(point: Point) -> str:
     return "a is fitted" if point.hosts <= FITTED_HOSTS else "is checked"
 
 
-def model_line(model: Model, card_bytes_per_sec: float) -> str:
-    """The model in words, and what it says of the most hosts."""
+def model_line(model: Model, fitted: Sequence[Point], card_bytes_per_sec: float) -> str:
+    """The model in words, the points that its fixed cost is fitted on, and what it says of the most hosts."""
     most = f"{model.secs(CONTINUED_HOSTS):.2f} s for {CONTINUED_HOSTS:,}"
+    few = " and ".join(str(point.hosts) for point in fitted)
     return (
         f"The model is {model.fixed_secs:.2f} s + {model.sent_bytes / 1e6:.1f} MB / (R · "
         f"{model.bandwidth / 1e6:.3f} MB/s). The bandwidth is what one host sent a second, less the fixed cost (the "
-        f"card lets {card_bytes_per_sec / 1e6:g} MB/s through); that is fitted on up to {FITTED_HOSTS} hosts, "
-        f"and more hosts only check the model. Continued, it gives {model.secs(64):.2f} s for 64 hosts and {most}, if "
+        f"card lets {card_bytes_per_sec / 1e6:g} MB/s through); that is fitted on {few} hosts, and "
+        f"more hosts only check the model. Continued, it gives {model.secs(64):.2f} s for 64 hosts and {most}, if "
         "the fixed cost stays what it is, which nobody has measured with so many."
     )
 
@@ -204,5 +210,5 @@ def section(results: Results) -> list[str]:
         if measured:
             lines += [f"**{title}**", "", *scaling_table(measured), ""]
             if model := fit(measured):
-                lines += [model_line(model, card), ""]
+                lines += [model_line(model, _fitted(measured), card), ""]
     return lines

@@ -320,6 +320,7 @@ CASES = {
         build=_mlp(840),
         axes=(("data", 4),),
         processes=4,
+        defaults={"peers": ["rpsave", "orbax_rp"], "rounds": 2, "saves": 5, "restores": 3},
     ),
     "gpt2_small_2_processes": Case(
         "GPT-2 small in float32 with Adam moments, 446 leaves, replicated on 2 processes of one device",
@@ -328,6 +329,12 @@ CASES = {
         build=_gpt2_small,
         axes=(("data", 2),),
         processes=2,
+        defaults={
+            "peers": ["rpsave", "orbax_rp", "torch_dcp", "torch_dcp_async"],
+            "rounds": 1,
+            "saves": 5,
+            "restores": 2,
+        },
     ),
     **{f"hosts_{hosts}": _hosts(hosts) for hosts in (1, 2, 3, 4, 8)},
     **{f"hosts_{hosts}x2": _hosts(hosts, model=2) for hosts in (1, 2, 4)},

@@ -4,7 +4,18 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Sequence
 
-from benchmarks.measures import BLOCKING, COMMIT, CPU, FIRST, FIRST_RESTORE, PEAK, READ, RESTORE, TO_HOST
+from benchmarks.measures import (
+    BLOCKING,
+    COMMIT,
+    CPU,
+    FIRST,
+    FIRST_RESTORE,
+    FIRST_RESTORE_AND_STEP,
+    PEAK,
+    READ,
+    RESTORE,
+    TO_HOST,
+)
 from benchmarks.peers import PEERS
 from benchmarks.tables import AMOUNTS, NOTHING, Measure, Results, table, trials
 
@@ -97,6 +108,7 @@ TARGETS = {
         Target("restore", RESTORE, "orbax_rp", 1 / 3),
         Target("restore", RESTORE, "orbax_rp", 1 / 4),
         Target("first restore of a process", FIRST_RESTORE, "orbax_rp", None),
+        Target("the same and the first donated step", FIRST_RESTORE_AND_STEP, "orbax_rp", None),
         Target("read to host alone (1.25: 80 % of its speed)", TO_HOST, ("direct_read", "buffered_read_cold"), 1 / 0.8),
         Target("bytes read in a restore", READ, "state", 1.05),
     ),
