@@ -1,7 +1,7 @@
 """What a save does to the program beside it: its memory over time, and the pauses of its Python code.
 
 A program that computes nothing is watched first: the memory of a save is then all its own. Then the main thread
-spins on the clock while a save is under way, and then without one; the longest time between two looks at the clock is
+spins on the clock without a save, and then while one is under way; the longest time between two looks at the clock is
 the worst pause: what a callback, a data loader or a server in the same interpreter would feel. A save that needs the
 interpreter itself takes longer beside such a thread. What the spinning
 thread did not run of that time (wall time less its own processor time), beyond its like without a save, is the most
@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,16 @@ def _watched(peer: peers.Peer, step: int, state: PyTree, baseline: int) -> dict[
 def _spun(peer: peers.Peer, step: int, state: PyTree) -> dict[str, Any]:
     """One save beside a spinning main thread; the call itself, which blocks that thread anyway, is not counted."""
     _settle()
+    ends = time.perf_counter() + _QUIET_SECS
+    quiet = _spin(lambda: time.perf_counter() > ends)
     with ThreadPoolExecutor(1) as waiter:
         peer.save(step, state)
         save = waiter.submit(peer.wait)
-        beside = _spin(save.done)
+        done: list[Future[None]] = []  # to look at it takes no lock
+        save.add_done_callback(done.append)
+        beside = _spin(lambda: bool(done))
         save.result()
     shutil.rmtree(peer.directory / str(step))
-    _settle()
-    ends = time.perf_counter() + min(beside["secs"], _QUIET_SECS)
-    quiet = _spin(lambda: time.perf_counter() > ends)
     return beside | {f"quiet_{name}": value for name, value in quiet.items()}
 
 
