@@ -28,11 +28,11 @@ def measure(directory: Path, nbytes: int) -> Limits:
     limits = _copies(nbytes)
     with _buffers() as buffers:
         try:
-            for name, used in (("direct_write_1_thread", buffers[:1]), ("direct_write", buffers)):
-                limits[name] = _direct(_write_all, path, nbytes, used, os.O_WRONLY | os.O_CREAT)
-                if name == "direct_write":
-                    limits["direct_read"] = _direct(_read_all, path, nbytes, used, os.O_RDONLY)
-                path.unlink(missing_ok=True)
+            limits["direct_write_1_thread"] = _direct(_write_all, path, nbytes, buffers[:1], os.O_WRONLY | os.O_CREAT)
+            path.unlink(missing_ok=True)
+            limits["direct_write"] = _direct(_write_all, path, nbytes, buffers, os.O_WRONLY | os.O_CREAT)
+            limits["direct_read"] = _direct(_read_all, path, nbytes, buffers, os.O_RDONLY)
+            path.unlink(missing_ok=True)
             limits["buffered_write"] = _timed(lambda: _write_all(path, nbytes, buffers[:1], os.O_WRONLY | os.O_CREAT))
             _drop(path)
             limits["buffered_read_cold"] = _timed(lambda: _read_all(path, nbytes, buffers[:1], os.O_RDONLY))

@@ -97,7 +97,7 @@ def fit(measured: Sequence[Point]) -> Model | None:
     save of R hosts takes beyond 1/R of that one's time is a · (1 - 1/R), and a is what fits these best (least squares).
     """
     one = next((point for point in measured if point.hosts == 1), None)
-    few = _fitted(measured)
+    few = list(filter(_is_fitted, measured))
     if one is None or not few:
         return None
     shares = [1 - 1 / point.hosts for point in few]
@@ -106,9 +106,9 @@ def fit(measured: Sequence[Point]) -> Model | None:
     return Model(fixed_secs, one.sent_bytes, one.sent_bytes / (one.secs - fixed_secs))
 
 
-def _fitted(measured: Sequence[Point]) -> list[Point]:
-    """Those that the fixed cost is fitted on."""
-    return [point for point in measured if 1 < point.hosts <= FITTED_HOSTS]
+def _is_fitted(point: Point) -> bool:
+    """Whether the fixed cost is fitted on it."""
+    return 1 < point.hosts <= FITTED_HOSTS
 
 
 def speed_up(measured: Sequence[Point], point: Point) -> float | None:
@@ -162,13 +162,13 @@ def _role(point: Point) -> str:
     """What a number of hosts is for the model."""
     if point.hosts == 1:
         return "gives the bandwidth"
-    return "a is fitted" if point.hosts <= FITTED_HOSTS else "is checked"
+    return "a is fitted" if _is_fitted(point) else "is checked"
 
 
-def model_line(model: Model, fitted: Sequence[Point], card_bytes_per_sec: float) -> str:
-    """The model in words, the points that its fixed cost is fitted on, and what it says of the most hosts."""
+def model_line(model: Model, measured: Sequence[Point], card_bytes_per_sec: float) -> str:
+    """The model of what was measured in words, and what it says of the most hosts."""
     most = f"{model.secs(CONTINUED_HOSTS):.2f} s for {CONTINUED_HOSTS:,}"
-    few = " and ".join(str(point.hosts) for point in fitted)
+    few = " and ".join(str(point.hosts) for point in filter(_is_fitted, measured))
     return (
         f"The model is {model.fixed_secs:.2f} s + {model.sent_bytes / 1e6:.1f} MB / (R · "
         f"{model.bandwidth / 1e6:.3f} MB/s). The bandwidth is what one host sent a second, less the fixed cost (the "
@@ -210,5 +210,5 @@ def section(results: Results) -> list[str]:
         if measured:
             lines += [f"**{title}**", "", *scaling_table(measured), ""]
             if model := fit(measured):
-                lines += [model_line(model, _fitted(measured), card), ""]
+                lines += [model_line(model, measured, card), ""]
     return lines
