@@ -333,6 +333,8 @@ def main(folder: pathlib.Path, layout: str, seed: int, first: int, count: int) -
                     chunks.setdefault(value.file, []).append((value.offset, value.offset + value.nbytes))
     with _placed(files, place):
         expected = {True: rps.load(place, tree_of(0)), False: rps.load(place)}
+        assert _same(expected[True], tree_of(1))
+        assert _outcome(place, expected[False], False) == "right"
         assert _looked_at(place) == 0
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + ROOM_NBYTES,) * 2)
