@@ -14,9 +14,11 @@ import dataclasses
 import json
 import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import flax_rpsave
 from benchmarks import limits, peers, run, states
 from benchmarks.tables import NOTHING, Results, spread, table
+from flax_rpsave.leaves import flatten
+from flax_rpsave.snapshot import Snapshotter
 
 PyTree = Any
 CASES = {
-    "GPT-2 small under Adam, float32": ("gpt2_small", jnp.float32),
     "GPT-2 small under Adam, bfloat16": ("gpt2_small", jnp.bfloat16),
+    "GPT-2 small under Adam, float32": ("gpt2_small", jnp.float32),
     "4 huge matrices, float32": ("huge_leaves", jnp.float32),
 }
-"""Title -> a case of `states`, and the type of its float leaves."""
+"""Title -> a case of `states`, and the type of its float leaves; the larger ones last, for the memory's peak."""
 PEERS = ("orbax_default", "orbax_tuned", "rpsave")
 """In the order of what they are thought to need of the device's memory: see `measure_saves`."""
 _LINK_NBYTES = 1 << 30
@@ -87,6 +92,32 @@ def link_limits(nbytes: int, repeats: int) -> dict[str, list[float]]:
     return {name: [nbytes / secs / 1e9 for secs in found] for name, found in result.items()}
 
 
+def link() -> str | None:
+    """What connects the device to the host, in nvidia-smi's words; None where there is no such program."""
+    query = "--query-gpu=name,pcie.link.gen.current,pcie.link.width.current"
+    try:
+        command = ["nvidia-smi", query, "--format=csv,noheader"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    name, generation, width = done.stdout.splitlines()[0].split(", ")
+    return f"{name}, PCIe {generation} x{width}"
+
+
+def snapshot_to_host(state: PyTree, repeats: int) -> list[float]:
+    """Seconds in which a snapshot is taken and comes to the host, written nowhere; the first one is not counted."""
+    leaves = [leaf for leaf in flatten(state)[0] if leaf.is_array]
+    snapshotter = Snapshotter(flax_rpsave.plan(state), leaves, process=0)
+    snapshotter.compile()
+    found = []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        pieces = list(snapshotter.take([leaf.value for leaf in leaves], group=0).pieces())
+        found.append(time.perf_counter() - began)
+        del pieces  # where staging memory is kept, the next snapshot goes into it
+    return found[1:]
+
+
 class MatmulLoop:
     """A train loop's stand-in: dependent matmuls that fill the device, dispatched one step ahead."""
 
@@ -95,13 +126,22 @@ class MatmulLoop:
         self._step = jax.jit(lambda x: jax.lax.fori_loop(0, 8, lambda _, y: y @ x, x))
         jax.block_until_ready(self._step(self._x))
 
-    def run(self, secs: float) -> list[float]:
-        """Seconds of each step, for at least `secs`."""
-        found, began = [], time.perf_counter()
-        ahead = self._step(self._x)
-        while time.perf_counter() - began < secs:
+    def dispatched(self) -> jax.Array:
+        """The result of a step that the device has yet to make."""
+        return self._step(self._x)
+
+    def run(self, ended: Callable[[], bool], ahead: jax.Array | None = None) -> list[float]:
+        """Seconds of each step; at least one is made, and none is begun that finds `ended()` true.
+
+        Args:
+            ended: asked before each step.
+            ahead: a step that is dispatched already.
+        """
+        found: list[float] = []
+        ahead = self.dispatched() if ahead is None else ahead
+        while not found or not ended():
             start = time.perf_counter()
-            following = self._step(self._x)
+            following = self.dispatched()
             jax.block_until_ready(ahead)
             ahead = following
             found.append(time.perf_counter() - start)
@@ -112,7 +152,7 @@ class MatmulLoop:
 def measure_saves(
     state: PyTree, directory: Path, rounds: int, secs: float, size: int, deadline: float
 ) -> dict[str, dict[str, Any]]:
-    """Saves by each peer in turn, first with an idle device, then beside the loop.
+    """Saves by each peer in turn, first with an idle device, then beside the loop, which ends with the save.
 
     The first turn compiles, and tells what a save needs of the device's memory. The allocator's peak cannot be reset,
     so what it was before is noted, too: a peer that has not raised it needs no more than that.
@@ -134,22 +174,25 @@ def measure_saves(
         found[name] = {
             "device_peak_over_state_bytes": {"before": before - in_use, "after": after - in_use} if known else None,
             "blocking_secs": [],
+            "blocking_beside_loop_secs": [],
             "commit_secs": [],
             "loop_step_secs": [],
-            "own": [],
         }
-    loop = MatmulLoop(size)
-    quiet = loop.run(secs)
+    loop, ends = MatmulLoop(size), time.perf_counter() + secs
+    quiet = loop.run(lambda: time.perf_counter() > ends)
     for turn in range(rounds):
         began = time.perf_counter()
-        for name, peer in opened.items():
+        for place in range(len(PEERS)):
+            name = PEERS[(turn + place) % len(PEERS)]
+            peer = opened[name]
             step += 1
             blocking_secs, commit_secs, _ = _saved(peer, step, state)
             found[name]["blocking_secs"].append(blocking_secs)
             found[name]["commit_secs"].append(commit_secs)
-            found[name]["own"].append(peer.stats())
             step += 1
-            found[name]["loop_step_secs"] += _saved(peer, step, state, lambda: loop.run(secs))[2]
+            blocking_secs, _, steps = _saved(peer, step, state, loop)
+            found[name]["blocking_beside_loop_secs"].append(blocking_secs)
+            found[name]["loop_step_secs"] += steps
         now = time.perf_counter()
         if turn + 1 < rounds and 2 * now - began > deadline:
             print(f"{turn + 1} of {rounds} turns: the time is used up", flush=True)
@@ -160,20 +203,23 @@ def measure_saves(
 
 
 def _saved(
-    peer: peers.Peer, step: int, state: PyTree, beside: Callable[[], list[float]] = list
+    peer: peers.Peer, step: int, state: PyTree, loop: MatmulLoop | None = None
 ) -> tuple[float, float, list[float]]:
-    """A save: seconds until the call returned and until the commit, and what `beside`, run meanwhile, returned."""
+    """A save: seconds until the call returned, until the commit, and of each step that `loop` made meanwhile."""
+    ahead = loop.dispatched() if loop else None
     began = time.perf_counter()
     blocking_secs = peer.save(step, state)
-    steps = beside()
-    peer.wait()
+    with ThreadPoolExecutor(1) as waiter:
+        commit = waiter.submit(peer.wait)
+        steps = loop.run(commit.done, ahead) if loop else []
+        commit.result()
     commit_secs = time.perf_counter() - began
     shutil.rmtree(peer.directory / str(step))
     return blocking_secs, commit_secs, steps
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All cases, each within its share of the time; the links last, for they raise the peak of the device's memory."""
+    """All cases, each within its share of the time; the limits last, for they raise the peak of the device's memory."""
     ends = time.perf_counter() + 60 * options.minutes
     device = jax.devices()[0]
     cases: dict[str, Any] = {}
@@ -185,16 +231,17 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=options.dir) as directory:
             raw = limits.measure(Path(directory), nbytes)
             saves = measure_saves(state, Path(directory), options.rounds, options.seconds, options.size, deadline)
-        copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-        cases[title] = {
-            "state_bytes": nbytes,
-            "device_copy_secs": seconds(lambda c=copy, s=state: c(s), options.rounds),
-            "limits": raw,
-            "peers": saves,
-        }
+        cases[title] = {"state_bytes": nbytes, "limits": raw, "peers": saves}
+        del state
+    copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+    for title, (name, dtype) in CASES.items():
+        state = state_of(name, dtype, options.scale)
+        cases[title]["device_copy_secs"] = seconds(lambda s=state: copy(s), options.rounds)
+        cases[title]["to_host_secs"] = snapshot_to_host(state, options.rounds)
         del state
     return {
         "device": f"{device.device_kind} ({device.platform})",
+        "link": link(),
         "link_gb_per_sec": link_limits(max(1 << 20, int(_LINK_NBYTES * min(1.0, options.scale))), options.rounds),
         "cases": cases,
     }
@@ -204,31 +251,35 @@ def section(results: Results) -> list[str]:
     """The tables of a results file of this program."""
     result = results["gpu"]
     links = [[name, spread(values, 2)] for name, values in result["link_gb_per_sec"].items()]
-    lines = [f"### One accelerator: {result['device']}", "", *table(["one large array", "GB/s"], links), ""]
+    about = f"### One accelerator: {result['device']}" + (f", {result['link']}" if result["link"] else "")
+    lines = [about, "", *table(["one large array", "GB/s"], links), ""]
     for title, found in result["cases"].items():
         gigabytes = found["state_bytes"] / 1e9
+        speeds = [gigabytes / secs for secs in found["to_host_secs"]]
         rows = [
-            ["copy on the device", spread(found["device_copy_secs"], 4), NOTHING, NOTHING, NOTHING, f"{gigabytes:.2f}"]
+            ["copy on the device", spread(found["device_copy_secs"], 4), *[NOTHING] * 4, f"{gigabytes:.2f}"],
+            ["a snapshot of flax_rpsave to host", NOTHING, NOTHING, spread(speeds, 2), *[NOTHING] * 3],
         ]
         for name, peer in found["peers"].items():
             quiet = statistics.median(peer["quiet_step_secs"])
             slower = [secs / quiet for secs in peer["loop_step_secs"]]
-            to_host = [gigabytes / own["snapshot_secs"] for own in peer["own"] if own.get("snapshot_secs")]
             rows.append(
                 [
                     peers.PEERS[name].label,
                     spread(peer["blocking_secs"], 4),
-                    spread(to_host, 2),
+                    spread(peer["blocking_beside_loop_secs"], 4),
+                    NOTHING,
                     spread(peer["commit_secs"], 2),
                     f"{statistics.mean(slower):.3f} (worst {max(slower):.2f})",
                     _device_peak(peer["device_peak_over_state_bytes"]),
                 ]
             )
         raw = found["limits"]["direct_write"] or found["limits"]["buffered_write"]
-        rows.append(["raw write to the disk", NOTHING, NOTHING, f"{raw['secs']:.2f}", NOTHING, NOTHING])
+        rows.append(["raw write to the disk", *[NOTHING] * 3, f"{raw['secs']:.2f}", NOTHING, NOTHING])
         headings = [
             "blocking, s",
-            "snapshot to host, GB/s",
+            "blocking beside the loop, s",
+            "to host, GB/s",
             "to commit, s",
             "loop step ÷ quiet step, mean",
             "device memory over state, GB",
@@ -250,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--scale", type=float, default=1.0, help="part of the states' bytes")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each peer at most, after one that compiles")
     parser.add_argument("--minutes", type=float, default=7.0, help="after which no further turn begins")
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of a matmul loop")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of the matmul loop without a save")
     parser.add_argument("--size", type=int, default=4096, help="of the loop's square matrices")
     parser.add_argument("--dir", type=Path, help="where to save (default: the system's temporary folder)")
     parser.add_argument("--out", type=Path, help="JSON file for the results")

@@ -22,7 +22,7 @@ Answer = dict[str, Any]
 
 # Of several processes: what they use together is added up, what each has for itself is listed, and all else is that of
 # the slowest or largest: a save takes as long as its last process.
-_ADDED = {"cpu_secs", "written_bytes", "called_read_bytes", "storage_read_bytes", "shared_bytes"}
+_ADDED = {"cpu_secs", "called_read_bytes", "storage_read_bytes", "shared_bytes"}
 _LISTED = {"own_stats", "sent_bytes", "received_bytes"}
 _TOGETHER: Mapping[str, Callable[[list], Any]] = {
     **dict.fromkeys(_ADDED, sum),

@@ -23,18 +23,22 @@ Limits = dict[str, dict[str, float] | None]
 
 
 def measure(directory: Path, nbytes: int) -> Limits:
-    """Measures every limit for `nbytes` (raw writes and reads: rounded up to pages); leaves nothing in `directory`."""
+    """Measures every limit for `nbytes` (raw writes and reads: rounded up to pages); leaves nothing in `directory`.
+
+    One file is read in both ways: how it was written may make a difference to whatever keeps it.
+    """
     path = directory / "limits.bin"
     limits = _copies(nbytes)
     with _buffers() as buffers:
         try:
             limits["direct_write_1_thread"] = _direct(_write_all, path, nbytes, buffers[:1], os.O_WRONLY | os.O_CREAT)
             path.unlink(missing_ok=True)
-            limits["direct_write"] = _direct(_write_all, path, nbytes, buffers, os.O_WRONLY | os.O_CREAT)
-            limits["direct_read"] = _direct(_read_all, path, nbytes, buffers, os.O_RDONLY)
-            path.unlink(missing_ok=True)
             limits["buffered_write"] = _timed(lambda: _write_all(path, nbytes, buffers[:1], os.O_WRONLY | os.O_CREAT))
+            if limits["direct_write_1_thread"] is not None:
+                path.unlink()
+            limits["direct_write"] = _direct(_write_all, path, nbytes, buffers, os.O_WRONLY | os.O_CREAT)
             _drop(path)
+            limits["direct_read"] = _direct(_read_all, path, nbytes, buffers, os.O_RDONLY)
             limits["buffered_read_cold"] = _timed(lambda: _read_all(path, nbytes, buffers[:1], os.O_RDONLY))
         finally:
             path.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ PEAK = Measure("peak over state, GB", "save", "peak_over_state_bytes", unit=1e9)
 PEAK_RATIO = Measure("÷ owner slices", "save", "peak_over_state_bytes", per="slices")
 RESTORE = Measure("restore, s", "restore", "restore_secs")
 FIRST_RESTORE = Measure("first, s", "restore", "restore_secs", first=True)
+RESTORE_AND_STEP = Measure("restore + first donated step, s", "restore", "restore_and_step_secs")
 FIRST_RESTORE_AND_STEP = Measure("first + first donated step, s", "restore", "restore_and_step_secs", first=True)
 READ = Measure("read calls, GB", "restore", "called_read_bytes", unit=1e9)
 TO_HOST = Measure("read to host alone, s", "restore", "read_secs")
@@ -34,7 +35,7 @@ RESTORING = (
     Measure("from disk, GB", "restore", "storage_read_bytes", unit=1e9),
     TO_HOST,
     Measure("shared by replicas, GB", "restore", "shared_bytes", unit=1e9),
-    Measure("restore + first donated step, s", "restore", "restore_and_step_secs"),
+    RESTORE_AND_STEP,
     FIRST_RESTORE_AND_STEP,
     Measure("peak of the first, GB", "restore", "peak_bytes", first=True, unit=1e9),
 )

@@ -1,4 +1,4 @@
-"""What a piece of work costs this process: wall and CPU seconds, peak memory, bytes through read and write calls.
+"""What a piece of work costs this process: wall and CPU seconds, peak memory, bytes through read calls.
 
 Memory is resident memory of the whole process; the peak is the kernel's own high-water mark, reset before the work, so
 nothing is missed between samples and no sampling thread takes CPU time from what is measured.
@@ -23,19 +23,15 @@ class Usage:
         secs: wall time.
         cpu_secs: user + system time of all threads of the process. What kernel threads do (write-back) is not in it.
         peak_bytes: highest resident memory of the process.
-        after_bytes: resident memory at the end.
         called_read_bytes: bytes returned by read calls, from the page cache or the disk.
         storage_read_bytes: bytes fetched from the disk, read-ahead included.
-        called_write_bytes: bytes handed to write calls.
     """
 
     secs: float
     cpu_secs: float
     peak_bytes: int
-    after_bytes: int
     called_read_bytes: int
     storage_read_bytes: int
-    called_write_bytes: int
 
 
 class Meter:
@@ -51,15 +47,12 @@ class Meter:
         secs = time.perf_counter() - self._began
         cpu_secs = time.process_time() - self._cpu_secs
         io = {name: value - self._io[name] for name, value in _counters("io").items()}
-        status = _counters("status")
         return Usage(
             secs=secs,
             cpu_secs=cpu_secs,
-            peak_bytes=status["VmHWM"] * 1024,
-            after_bytes=status["VmRSS"] * 1024,
+            peak_bytes=_counters("status")["VmHWM"] * 1024,
             called_read_bytes=io["rchar"],
             storage_read_bytes=io["read_bytes"],
-            called_write_bytes=io["wchar"],
         )
 
 
@@ -77,8 +70,6 @@ def save_record(blocking_secs: float, usage: Usage, baseline: int, step: Path) -
         "commit_secs": usage.secs,
         "cpu_secs": usage.cpu_secs,
         "peak_over_state_bytes": usage.peak_bytes - baseline,
-        "kept_over_state_bytes": usage.after_bytes - baseline,
-        "written_bytes": usage.called_write_bytes,
         "stored_bytes": sum(path.stat().st_size for path in files),
         "files": len(files),
     }

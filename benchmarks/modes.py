@@ -5,9 +5,24 @@ import statistics
 from benchmarks.measures import BLOCKING, COMMIT, CPU, PEAK
 from benchmarks.peers import PEERS
 from benchmarks.tables import NOTHING, Results, engines_of, spread, table, trials
+from benchmarks.targets import verdict
 
 CASE = "gpt2_small_modes"
+BUDGET_TARGET = 1.1
+"""Of a budget: the most that a save may need of memory."""
 _PLAIN = "rpsave"
+
+
+def budget_rows(results: Results) -> list[list[str]]:
+    """Verdicts: whether each budget was kept."""
+    rows = []
+    for peer in PEERS:
+        budgets = [trial["budget_bytes"] for trial in trials(results, "save", CASE, peer) if "budget_bytes" in trial]
+        if budgets:
+            label = PEERS[peer].label
+            peaks = [peak * PEAK.unit for peak in PEAK.values(results, CASE, peer)]
+            rows.append(verdict(f"peak memory of a save, {label}", "its budget", peaks, budgets, BUDGET_TARGET))
+    return rows
 
 
 def modes_table(results: Results) -> list[str]:

@@ -51,11 +51,13 @@ class JaxSerialization(Peer):
 
 
 class NumpyFile(Peer):
-    """`np.savez` of each leaf's first replica, flushed to the disk and renamed; the caller waits for all of it."""
+    """`np.savez` of each leaf by the first process, flushed to the disk and renamed; the caller waits for all of it."""
 
     synchronous = True
 
     def _save(self, step: int, state: PyTree) -> None:
+        if jax.process_index():
+            return
         partial = self.directory / f"{step}.partial"
         partial.mkdir(parents=True)
         with (partial / "state.npz").open("wb") as file:

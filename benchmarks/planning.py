@@ -1,7 +1,7 @@
 """How planning scales, on paper: no devices, no memory, meshes of up to thousands of devices.
 
     python -m benchmarks.planning --out FILE       plans; about a minute
-    python -m benchmarks.report … FILE             the table of docs/performance.md
+    python -m benchmarks.report                    the table of docs/performance.md, of benchmarks/results
 
 The states are those of a transformer under Adam, hosts have `DEVICES_A_HOST` devices; kernels are sharded over the
 devices of a host and replicated over the hosts, all else is replicated. Each is planned by `flax_rpsave.plan`, which is

@@ -112,7 +112,8 @@ def timeline(spans: Sequence[Mapping[str, Any]], lanes: Mapping[str, str], path:
 
     Args:
         spans: `name`, `from_secs` and `to_secs`, since the call.
-        lanes: Name -> label, from the top: the steps, then the stages, which the picture is cut to.
+        lanes: Name -> label, from the top: the steps, then the stages. The picture begins with the last step before the
+            call and ends with the one in which the save does.
     """
     figure = Figure(figsize=(9, 0.8 + 0.4 * len(lanes)), layout="constrained")
     axes = figure.subplots()
@@ -123,9 +124,11 @@ def timeline(spans: Sequence[Mapping[str, Any]], lanes: Mapping[str, str], path:
         if row and bars:  # what is over in a millisecond would not be seen
             secs = sum(length for _, length in bars)
             axes.annotate(f" {1e3 * secs:.3g} ms", (max(sum(bar) for bar in bars), row), va="center", fontsize=8)
-    _, *stages = lanes
+    steps, *stages = lanes
     ends = max(span["to_secs"] for span in spans if span["name"] in stages)
-    axes.set_xlim(-0.25 * ends, 1.35 * ends)
+    before = [span["from_secs"] for span in spans if span["name"] == steps and span["to_secs"] <= 0]
+    behind = [span["to_secs"] for span in spans if span["name"] == steps and span["to_secs"] >= ends]
+    axes.set_xlim(max(before), 1.02 * min(behind, default=1.35 * ends))
     axes.axvline(0, color=_QUIET, lw=0.8, ls=":")
     axes.set_yticks(range(len(lanes)), list(lanes.values()))
     axes.invert_yaxis()

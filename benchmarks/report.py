@@ -1,7 +1,7 @@
 """Makes the tables and plots of docs/performance.md and README.md from results files; no figure is copied by hand.
 
-python -m benchmarks.report benchmarks/results/<file>.json …   rewrites what stands between the markers of both pages
-python -m benchmarks.report runs/<file>.json --print            only prints it
+python -m benchmarks.report                            rewrites what stands between the markers of both pages
+python -m benchmarks.report runs/<file>.json --print   only prints what a file would become
 """
 
 import argparse
@@ -11,25 +11,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import (
+    alongside_costs,
     compression,
     gpu,
-    loop_costs,
     memory_growth,
     modes,
     planning,
     plots,
-    program_costs,
     restore_costs,
     scaling,
+    train_loop_costs,
 )
 from benchmarks.launch import ROOT
-from benchmarks.measures import BLOCKING, COMMIT, CPU, PEAK, RESTORE, RESTORING, SAVING
+from benchmarks.measures import BLOCKING, COMMIT, CPU, PEAK, RESTORE, RESTORE_AND_STEP, RESTORING, SAVING
 from benchmarks.peers import PEERS
+from benchmarks.states import CASES
 from benchmarks.tables import Measure, Results, engines_of, load, spread, trials, without_blanks
 from benchmarks.targets import TARGETS, verdicts
 
 PAGE = ROOT / "docs" / "performance.md"
 IMAGES = ROOT / "docs" / "img"
+RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 
@@ -82,8 +84,11 @@ def case_section(results: Results, name: str) -> list[str]:
     if case["skipped"]:
         return [*lines, f"Not measured: {case['skipped']}.", ""]
     lines += load(results, [name])
-    lines += [*loop_costs.section(results, name), *program_costs.section(results, name)]
-    if judged := verdicts(target.row(results, name) for target in TARGETS.get(name, ())):
+    lines += [*train_loop_costs.section(results, name), *alongside_costs.section(results, name)]
+    rows = [target.row(results, name) for target in TARGETS.get(name, ())]
+    if name == modes.CASE:
+        rows += modes.budget_rows(results)
+    if judged := verdicts(rows):
         lines += [*judged, ""]
     if saved(results, name):
         lines += [f"![Blocking and time to commit of each peer](img/{name}.png)", ""]
@@ -142,10 +147,10 @@ def draw(results: Results) -> None:
     for name in local_cases(results):
         if saved(results, name):
             plots.peers(results, name, (BLOCKING, COMMIT), IMAGES / f"{name}.png")
-        if saves := program_costs.last_saves(results, name):
-            plots.memory(saves, IMAGES / program_costs.image(name))
-        if spans := loop_costs.spans(results, name):
-            plots.timeline(spans, loop_costs.LANES, IMAGES / loop_costs.IMAGE)
+        if saves := alongside_costs.last_saves(results, name):
+            plots.memory(saves, IMAGES / alongside_costs.image(name))
+        if spans := train_loop_costs.spans(results, name):
+            plots.timeline(spans, train_loop_costs.LANES, IMAGES / train_loop_costs.IMAGE)
     if scaling.points(results):
         plots.scaling(scaling.points(results), scaling.points(results, sharded=True), IMAGES / scaling.IMAGE)
 
@@ -153,11 +158,20 @@ def draw(results: Results) -> None:
 def summary(results: Results) -> list[str]:
     """What a results file has for the README: the most telling measures of one case, and pictures."""
     lines = []
-    if any(loop_costs.spans(results, name) for name in local_cases(results)):
-        lines += ["One save beside the steps of its loop:", "", _picture("A save, by stage", loop_costs.IMAGE), ""]
+    if any(train_loop_costs.spans(results, name) for name in local_cases(results)):
+        lines += [
+            "One save beside the steps of its loop:",
+            "",
+            _picture("A save, by stage", train_loop_costs.IMAGE),
+            "",
+        ]
+    for name in local_cases(results):
+        if alongside_costs.last_saves(results, name):
+            lines += ["Memory while a save is under way:", ""]
+            lines += [_picture("Memory over the state's, of each peer", alongside_costs.image(name)), ""]
     if README_CASE in local_cases(results):
         case, cores = results["cases"][README_CASE], results.get("environment", {}).get("cpus")
-        measures = (BLOCKING, COMMIT, CPU, PEAK, RESTORE)
+        measures = (BLOCKING, COMMIT, CPU, PEAK, RESTORE, RESTORE_AND_STEP)
         subject = f"{case['about'][0].upper()}{case['about'][1:]} ({case['state_bytes'] / 1e9:.2f} GB)"
         machine = f", {cores} cores" if cores else ""
         lines += [f"{subject}{machine}; medians (min–max) of one interleaved run:", ""]
@@ -178,6 +192,16 @@ def _picture(what: str, name: str) -> str:
     return f"![{what}](docs/img/{name})"
 
 
+def published() -> list[Path]:
+    """The results files of the pages: in the order of their cases, then what has none."""
+
+    def place(path: Path) -> tuple[int, str]:
+        cases = json.loads(path.read_text()).get("cases", {})
+        return min((list(CASES).index(name) for name in cases), default=len(CASES)), path.name
+
+    return sorted(RESULTS.glob("*.json"), key=place)
+
+
 def insert(page: str, body: str) -> str:
     """`page` with `body` between its markers."""
     head, _, rest = page.partition(BEGIN)
@@ -189,12 +213,12 @@ def insert(page: str, body: str) -> str:
 
 def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = print) -> None:
     parser = argparse.ArgumentParser("benchmarks.report", description=__doc__.splitlines()[0])
-    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("results", type=Path, nargs="*", help="default: all of benchmarks/results, in their order")
     parser.add_argument("--print", action="store_true", help="print instead of rewriting the pages and plots")
     options = parser.parse_args(arguments)
     bodies: list[str] = []
     summaries: list[str] = []
-    for source in map(Path.resolve, options.results):
+    for source in map(Path.resolve, options.results or published()):
         results = json.loads(source.read_text())
         bodies.append(render(results, str(source.relative_to(ROOT) if ROOT in source.parents else source)))
         if not options.print:

@@ -90,22 +90,17 @@ def verdicts(rows: Iterable[Sequence[str]]) -> list[str]:
 
 TARGETS = {
     "gpt2_small": (
-        Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 8),
         Target("blocking, warm", BLOCKING, "orbax_rp", 1 / 15),
         Target("blocking, warm", BLOCKING, "memcpy", 0.5),
         Target("blocking of the first save", FIRST, "orbax_rp", 1 / 4),
-        Target("save to commit, checksums on", COMMIT, "orbax_default", 1 / 2),
         Target("save to commit, checksums on", COMMIT, "orbax_default", 1 / 6),
         Target("save to commit, checksums on", COMMIT, ("orbax_tuned", "orbax_tuned_single"), 1 / 3),
         Target("save to commit (1.25: 80 % of its speed)", COMMIT, "direct_write", 1 / 0.8),
-        Target("CPU-seconds a save", CPU, "orbax_rp", 1 / 2),
         Target("CPU-seconds a save", CPU, "orbax_default", 1 / 8),
         Target("CPU-seconds a save", CPU, "gigabytes", 0.45),
         Target("what checksums cost: save to commit", COMMIT, "rpsave_unchecked", 1.2),
         Target("what checksums cost: CPU-seconds a save", CPU, "rpsave_unchecked", 1.2),
-        Target("peak memory of a save (R = 8: the owner slices are the state)", PEAK, "state", 1.15),
-        Target("peak memory of a save", PEAK, "state", 1.1),
-        Target("restore", RESTORE, "orbax_rp", 1 / 3),
+        Target("peak memory of a save (R = 8: the owner slices are the state)", PEAK, "state", 1.1),
         Target("restore", RESTORE, "orbax_rp", 1 / 4),
         Target("first restore of a process", FIRST_RESTORE, "orbax_rp", None),
         Target("the same and the first donated step", FIRST_RESTORE_AND_STEP, "orbax_rp", None),

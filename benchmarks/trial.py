@@ -40,10 +40,8 @@ def save(request: Request) -> dict[str, Any]:
         (root / "digests.json").write_text(json.dumps(digests))
     meters.give_back()
     baseline = meters.resident_bytes()
-    began = time.perf_counter()
     peer = peers.PEERS[request.peer].open(root / "checkpoints")
     peer.prepare(state)
-    setup_secs = time.perf_counter() - began
     meter, saves = meters.Meter(), []
     for step in range(1, request.repeats + 2):
         multihost_utils.sync_global_devices(f"counted the files of save {step - 1}")
@@ -61,7 +59,7 @@ def save(request: Request) -> dict[str, Any]:
         saves.append(record | {"own_stats": peer.stats()})
     peer.close()
     budget = {} if peer.budget_bytes is None else {"budget_bytes": peer.budget_bytes}
-    return {"setup_secs": setup_secs, "saves": saves} | budget
+    return {"saves": saves} | budget
 
 
 def restore(request: Request) -> dict[str, Any]:

@@ -117,35 +117,47 @@ class DirectReads:
 
     def _read(self, target: np.ndarray, chunk_shape: tuple[int, ...], chunk: PlacedChunk, direct: bool) -> bool:
         """Reads a chunk."""
-        while chunk_shape[0] == 1 and len(chunk_shape) > 1:  # a row would be all of it
-            target, chunk_shape = target[0], chunk_shape[1:]
+        hasher = xxhash.xxh3_64() if chunk.digest else None
         with self._opened(chunk, direct) as descriptor:
-            return self._read_rows(descriptor, target, chunk_shape, chunk)
+            if not self._read_rows(descriptor, target, chunk_shape, chunk.offset, hasher):
+                return False
+        return hasher is None or hasher.hexdigest() == chunk.digest
 
-    def _read_rows(self, descriptor: int, target: np.ndarray, chunk_shape: tuple[int, ...], chunk: PlacedChunk) -> bool:
-        """Reads a few rows at a time; not those behind the array's end."""
+    def _read_rows(
+        self,
+        descriptor: int,
+        target: np.ndarray,
+        chunk_shape: tuple[int, ...],
+        offset: int,
+        hasher: xxhash.xxh3_64 | None,
+    ) -> bool:
+        """Reads a few rows at a time, or parts of one that is more than a block; not those behind the array's end."""
         row = math.prod(chunk_shape[1:]) * target.itemsize
+        if row > BLOCK_NBYTES:
+            return all(
+                self._read_rows(descriptor, target[i], chunk_shape[1:], offset + i * row, hasher)
+                for i in range(len(target))
+            )
         inner = tuple(slice(n) for n in target.shape[1:])
-        hasher = xxhash.xxh3_64()
-        step = max(1, BLOCK_NBYTES // row)
+        step = BLOCK_NBYTES // row
         for first in range(0, len(target), step):
             rows = min(step, len(target) - first)
-            data = self._bytes(descriptor, chunk.offset + first * row, rows * row)
+            data = self._bytes(descriptor, offset + first * row, rows * row)
             if data is None:
                 return False
             there = data.view(target.dtype).reshape(rows, *chunk_shape[1:])[(slice(None), *inner)]
-            if chunk.digest:
+            if hasher is not None:
                 hasher.update(np.ascontiguousarray(there).data)
             target[first : first + rows] = there
-        return not chunk.digest or hasher.hexdigest() == chunk.digest
+        return True
 
     def _bytes(self, descriptor: int, offset: int, nbytes: int) -> np.ndarray | None:
-        """Some bytes of a file, in this thread's buffer; None where the file is shorter."""
+        """Some bytes of a file, a block at most, in this thread's buffer; None where the file is shorter."""
         begin = offset // ALIGNMENT * ALIGNMENT
         end = -(-(offset + nbytes) // ALIGNMENT) * ALIGNMENT
         buffer: np.ndarray | None = getattr(self._own, "buffer", None)
-        if buffer is None or len(buffer) < end - begin:
-            buffer = self._own.buffer = aligned_buffer(max(end - begin, BLOCK_NBYTES + 2 * ALIGNMENT))
+        if buffer is None:
+            buffer = self._own.buffer = aligned_buffer(BLOCK_NBYTES + 2 * ALIGNMENT)
         done = 0
         while begin + done < offset + nbytes:
             got = os.preadv(descriptor, [buffer[done : end - begin].data], begin + done)

@@ -75,7 +75,8 @@ class Saver:
         Raises:
           SaveError: The state cannot be saved; nothing was written.
         """
-        flat, snapshotter = self._flatten(step, state)
+        with jax.profiler.TraceAnnotation("rpsave:flatten"):
+            flat, snapshotter = self._flatten(step, state)
         run = self.writer.start(
             SaveRequest(
                 step=step,

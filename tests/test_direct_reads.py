@@ -44,7 +44,7 @@ def read(values, chunk_shape, chunk):
     padding=st.lists(st.integers(0, 3), min_size=4, max_size=4),
     offset=st.integers(0, 3 * ALIGNMENT // 64).map(lambda n: 64 * n),
     dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16, np.int8, np.complex128, np.bool_]),
-    block=st.sampled_from([1, 64, ALIGNMENT, 8 << 20]),
+    block=st.sampled_from([16, 64, ALIGNMENT, 8 << 20]),
     large=st.booleans(),
 )
 def test_a_chunk_comes_to_its_place_wherever_it_lies(tmp_path_factory, shape, padding, offset, dtype, block, large):

@@ -96,22 +96,57 @@ def test_encoded_databases_are_merged_also_with_those_of_tensorstore(contents, m
         assert read(commit.merge(item, len(contents), context)) == expected
 
 
-@pytest.mark.parametrize(("count", "height"), [(0, 0), (1, 0), (50, 0), (100_000, 1)])
-def test_the_tree_is_as_high_as_its_size_asks(tmp_path, count, height):
+@pytest.mark.parametrize(
+    ("count", "options", "height"),
+    [
+        (0, {}, 0),
+        (1, {}, 0),
+        (50, {}, 0),
+        (1_000, {"max_node_nbytes": 200}, 10),
+        (20_000, {"max_node_nbytes": 5_000}, 2),
+        (100_000, {"max_node_nbytes": 10_000}, 2),
+        (100_000, {}, 1),
+    ],
+)
+def test_the_tree_is_as_high_as_its_size_asks(tmp_path, count, options, height):
     directory = FileDirectory(tmp_path)
     key = "opt_state.0.mu.decoder.layers_{:06}.self_attention.query.kernel/c/{:03}/0".format
-    entries = sorted((key(i // 8, i % 8).encode(), ocdbt.Location(FILES[i % 2], i % 700, 200)) for i in range(count))
-    write(directory, entries)
+    names = sorted(key(i // 8, i % 8).encode() for i in range(count))
+    locations = [ocdbt.Location(FILES[i % 2], i % 700, 200) for i in range(count)]
+    content = {name: b"%d" % i if i % 3 == 0 else locations[i] for i, name in enumerate(names)}
+    write(directory, list(content.items()), **options)
     root = root_of(directory)
     assert root["root_height"] == height
     statistics = root["root"]["statistics"]
-    assert (statistics["num_keys"], statistics["num_indirect_value_bytes"]) == (count, 200 * count)
+    assert (statistics["num_keys"], statistics["num_indirect_value_bytes"]) == (count, 200 * (count - -(-count // 3)))
     size = (tmp_path / FILES[0]).stat().st_size - len(DATA)
     assert statistics["num_tree_bytes"] == size
     store = open_database(database(directory, True), new_context())
-    assert len(set(store.list().result())) == count
-    for key, value in entries[:: max(1, count // 50)]:
-        assert store.read(key).result().value == bytes_of(value)
+    assert sorted(store.list().result()) == names
+    for name in names[:: max(1, count // 500)]:
+        assert store.read(name).result().value == bytes_of(content[name])
+
+
+def test_keys_may_share_all_but_their_last_of_65535_bytes(tmp_path):
+    content = {b"k" * 65_534 + last: last for last in (b"a", b"b", b"c")}
+    for options in ({}, {"max_node_nbytes": 1}):
+        write(FileDirectory(tmp_path), sorted(content.items()), **options)
+        assert read(open_database(database(FileDirectory(tmp_path), True), new_context())) == content
+
+
+def test_values_and_nodes_may_lie_behind_four_gigabytes(tmp_path):
+    behind = 5 << 30
+    content = [(b"a", ocdbt.Location(FILES[0], behind, len(DATA))), (b"b", b"inline")]
+    nodes, manifest = ocdbt.encode(
+        content, FILES[0], behind + len(DATA), uuid=bytes(16), commit_ns=1, max_inline_nbytes=MAX_INLINE_NBYTES
+    )
+    directory = FileDirectory(tmp_path)
+    directory.write(FILES[0], b"")
+    with (tmp_path / FILES[0]).open("wb") as file:  # a hole before it
+        file.seek(behind)
+        file.write(DATA + nodes)
+    directory.write(OCDBT_MANIFEST, manifest)
+    assert read(open_database(database(directory, True), new_context())) == {b"a": DATA, b"b": b"inline"}
 
 
 def test_tensorstore_goes_on_with_a_database_that_was_encoded(tmp_path):

@@ -5,6 +5,7 @@ from typing import Any
 
 from benchmarks.peers import PEERS
 from benchmarks.tables import Results, spread, table, trials
+from benchmarks.targets import verdict, verdicts
 
 _SHORTEST_SECS = 1e-3
 """Of a spin that says something: a peer that is done when its call returns leaves nothing to spin beside."""
@@ -15,10 +16,14 @@ def last_saves(results: Results, case: str) -> dict[str, dict[str, Any]]:
     return {peer: found[-1]["watched"][-1] for peer in PEERS if (found := trials(results, "alongside", case, peer))}
 
 
-def _row(results: Results, case: str, peer: str) -> list[str]:
+def _spins(results: Results, case: str, peer: str) -> list[dict[str, float]]:
     found = trials(results, "alongside", case, peer)
-    warm = [save for trial in found for save in trial["watched"][1:]]
-    spins = [spin for trial in found for spin in trial["spun"] if spin["secs"] > _SHORTEST_SECS]
+    return [spin for trial in found for spin in trial["spun"] if spin["secs"] > _SHORTEST_SECS]
+
+
+def _row(results: Results, case: str, peer: str) -> list[str]:
+    warm = [save for trial in trials(results, "alongside", case, peer) for save in trial["watched"][1:]]
+    spins = _spins(results, case, peer)
     gigabytes = results["cases"][case]["state_bytes"] / 1e9
     return [
         PEERS[peer].label,
@@ -33,6 +38,11 @@ def _row(results: Results, case: str, peer: str) -> list[str]:
     ]
 
 
+def worst_secs(spin: dict[str, float]) -> float:
+    """The longest time between two looks at the clock while a save was under way."""
+    return spin["worst_secs"]
+
+
 def lock_secs(spin: dict[str, float]) -> float:
     """What a save took from the main thread: the most that its threads held the interpreter's lock."""
     return spin["lost_secs"] - spin["quiet_lost_secs"] * spin["secs"] / spin["quiet_secs"]
@@ -44,6 +54,19 @@ def _beside(save: dict[str, Any]) -> list[int]:
     return [mb for at, mb in zip(save["at_ms"], save["over_state_mb"], strict=True) if 0 <= at <= end] or save[
         "over_state_mb"
     ]
+
+
+def _verdicts(results: Results, case: str) -> list[str]:
+    """Ours against the best of the others; no more is asked than to be no worse."""
+    spins = {peer: found for peer in PEERS if (found := _spins(results, case, peer))}
+    rows = []
+    for label, figure in (("worst pause beside a save", worst_secs), ("lock held at most, a save", lock_secs)):
+        values = {peer: [figure(spin) for spin in found] for peer, found in spins.items()}
+        ours = values.pop("rpsave", [])
+        if ours and values:
+            least = min(values, key=lambda peer: statistics.median(values[peer]))
+            rows.append(verdict(label, f"the best of the others: {PEERS[least].label}", ours, values[least], 1))
+    return verdicts(rows)
 
 
 def image(case: str) -> str:
@@ -67,6 +90,8 @@ def section(results: Results, case: str) -> list[str]:
         "mean during the save, GB",
     ]
     return [
+        *_verdicts(results, case),
+        "",
         f"![Memory over the state's while a save is under way](img/{image(case)})",
         "",
         "**What a save does to the program beside it (medians, min–max)**",

@@ -13,6 +13,8 @@ COST_TARGET = 1 / 4
 IMAGE = "timeline.png"
 LANES = {
     "step": "train steps",
+    "call": "the call",
+    "rpsave:flatten": "take the state apart",
     "rpsave:dispatch": "snapshot dispatch",
     "rpsave:prepare": "prepare directory",
     "rpsave:snapshot": "wait for the copy",
