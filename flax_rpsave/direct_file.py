@@ -13,13 +13,14 @@ import ctypes
 import errno
 import fcntl
 import logging
-import mmap
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+
+from flax_rpsave.host_memory import HUGE_PAGE_NBYTES
 
 logger = logging.getLogger("flax_rpsave")
 
@@ -173,8 +174,14 @@ def sync_file_system(descriptor: int, path: str) -> None:
 
 
 def aligned_buffer(nbytes: int) -> np.ndarray:
-    """Bytes whose memory is aligned for direct writes; what is never touched takes no memory."""
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    """Bytes whose memory is aligned for direct reads and writes; what is never touched takes no memory.
+
+    NumPy asks the kernel for huge pages for arrays from 4 MB on. A request to a disk names a limited number of
+    pieces of memory: of huge pages it reaches further, which makes direct reads about twice as fast.
+    """
+    memory = np.empty(nbytes + HUGE_PAGE_NBYTES, np.uint8)
+    begin = -memory.ctypes.data % HUGE_PAGE_NBYTES
+    return memory[begin : begin + nbytes]
 
 
 def is_on_local_disk(path: str) -> bool:

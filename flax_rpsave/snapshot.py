@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from flax_rpsave import _compat, fingerprints
+from flax_rpsave import _compat, fingerprints, host_memory
 from flax_rpsave.leaves import Leaf, without_values
 from flax_rpsave.owner_slices import (
     Item,
@@ -160,14 +160,18 @@ class Snapshotter:
     def compile(self) -> None:
         """Compiles what is not compiled yet, and touches the staging memory where it is kept between saves.
 
-        Safe to call from another thread, ahead of the first save, which waits for what is still under way.
+        Safe to call from another thread, ahead of the first save, which waits for what is still under way, but for the
+        move of the memory to huge pages.
         """
+        kept: list[tuple[int, int]] = []
         for group in self._groups:
             for program in group:
                 make_staging, _ = self._executables(program)
                 with program.lock, own_settings(program.mesh):
                     if self._keeps_staging(program) and program.staging is None and not program.taken:
                         program.staging = make_staging()
+                        kept += [(data.unsafe_buffer_pointer(), data.nbytes) for data in _shards(program.staging)]
+        host_memory.move_to_huge_pages(kept)
 
     def take(self, arrays: Sequence[Any], group: int) -> Snapshot:
         """Dispatches the copies of one group by devices, and makes those by the host.
@@ -287,6 +291,10 @@ class Snapshotter:
                 held = ((shard.device.id, np.asarray(shard.data)) for shard in value.addressable_shards)
                 found[i] = {device: fingerprints.on_host(data) for device, data in held}
         return found
+
+
+def _shards(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    return [shard.data for array in arrays for shard in array.addressable_shards]
 
 
 def _stays_on_host(value: Any) -> bool:
