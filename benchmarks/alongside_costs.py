@@ -1,5 +1,6 @@
 """The page's part about what a save does to the program beside it: memory over time, pauses of its Python code."""
 
+import operator
 import statistics
 from typing import Any
 
@@ -38,11 +39,6 @@ def _row(results: Results, case: str, peer: str) -> list[str]:
     ]
 
 
-def worst_secs(spin: dict[str, float]) -> float:
-    """The longest time between two looks at the clock while a save was under way."""
-    return spin["worst_secs"]
-
-
 def lock_secs(spin: dict[str, float]) -> float:
     """What a save took from the main thread: the most that its threads held the interpreter's lock."""
     return spin["lost_secs"] - spin["quiet_lost_secs"] * spin["secs"] / spin["quiet_secs"]
@@ -60,7 +56,10 @@ def _verdicts(results: Results, case: str) -> list[str]:
     """Ours against the best of the others; no more is asked than to be no worse."""
     spins = {peer: found for peer in PEERS if (found := _spins(results, case, peer))}
     rows = []
-    for label, figure in (("worst pause beside a save", worst_secs), ("lock held at most, a save", lock_secs)):
+    for label, figure in (
+        ("worst pause beside a save", operator.itemgetter("worst_secs")),
+        ("lock held at most, a save", lock_secs),
+    ):
         values = {peer: [figure(spin) for spin in found] for peer, found in spins.items()}
         ours = values.pop("rpsave", [])
         if ours and values:
@@ -89,9 +88,9 @@ def section(results: Results, case: str) -> list[str]:
         "peak over state, GB",
         "mean during the save, GB",
     ]
+    judged = _verdicts(results, case)
     return [
-        *_verdicts(results, case),
-        "",
+        *([*judged, ""] if judged else []),
         f"![Memory over the state's while a save is under way](img/{image(case)})",
         "",
         "**What a save does to the program beside it (medians, min–max)**",

@@ -177,7 +177,7 @@ def section(results: Results) -> list[str]:
         "",
         "**Which, when: the codec whose encoding and writing take the least**",
         "",
-        *table(["", "where a GB takes to write, s: from", "codec", "stored ÷ raw"], choices),
+        *table(["", "where a GB takes to write, s: from", "codec", "stored ÷ raw, all three"], choices),
         "",
         "**Every codec (medians)**",
         "",

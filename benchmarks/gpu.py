@@ -93,14 +93,14 @@ def link_limits(nbytes: int, repeats: int) -> dict[str, list[float]]:
 
 
 def link() -> str | None:
-    """What connects the device to the host, in nvidia-smi's words; None where there is no such program."""
+    """What connects the first GPU to the host, in nvidia-smi's words; None where it does not say that."""
     query = "--query-gpu=name,pcie.link.gen.current,pcie.link.width.current"
     try:
         command = ["nvidia-smi", query, "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
+        name, generation, width = done.stdout.splitlines()[0].split(", ")
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
         return None
-    name, generation, width = done.stdout.splitlines()[0].split(", ")
     return f"{name}, PCIe {generation} x{width}"
 
 
@@ -135,10 +135,11 @@ class MatmulLoop:
 
         Args:
             ended: asked before each step.
-            ahead: a step that is dispatched already.
+            ahead: a step that is dispatched already; it is waited for and not counted.
         """
         found: list[float] = []
-        ahead = self.dispatched() if ahead is None else ahead
+        jax.block_until_ready(ahead)  # begun before the clock
+        ahead = self.dispatched()
         while not found or not ended():
             start = time.perf_counter()
             following = self.dispatched()
@@ -241,8 +242,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         del state
     return {
         "device": f"{device.device_kind} ({device.platform})",
-        "link": link(),
         "link_gb_per_sec": link_limits(max(1 << 20, int(_LINK_NBYTES * min(1.0, options.scale))), options.rounds),
+        "link": link() if device.platform == "gpu" else None,
         "cases": cases,
     }
 
@@ -300,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--scale", type=float, default=1.0, help="part of the states' bytes")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each peer at most, after one that compiles")
-    parser.add_argument("--minutes", type=float, default=7.0, help="after which no further turn begins")
+    parser.add_argument("--minutes", type=float, default=5.5, help="after which no further save begins")
     parser.add_argument("--seconds", type=float, default=3.0, help="length of the matmul loop without a save")
     parser.add_argument("--size", type=int, default=4096, help="of the loop's square matrices")
     parser.add_argument("--dir", type=Path, help="where to save (default: the system's temporary folder)")

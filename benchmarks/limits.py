@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from flax_rpsave.host_memory import aligned_buffer
+
 _BLOCK = 8 << 20
 _PAGE = 4096
-_ALIGNMENT = 2 << 20  # a huge page
 _THREADS = 2
 
 Limits = dict[str, dict[str, float] | None]
@@ -26,23 +27,24 @@ Limits = dict[str, dict[str, float] | None]
 def measure(directory: Path, nbytes: int) -> Limits:
     """Measures every limit for `nbytes` (raw writes and reads: rounded up to pages); leaves nothing in `directory`.
 
-    One file is read in both ways: how it was written may make a difference to whatever keeps it.
+    Each way to read has a file of its own, which nobody has read before and, if possible, was written in the same way.
     """
-    path = directory / "limits.bin"
     limits = _copies(nbytes)
+    first, second = directory / "limits-1.bin", directory / "limits-2.bin"
     buffers = [_buffer(seed) for seed in range(_THREADS)]
+    new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
-        limits["direct_write_1_thread"] = _direct(_write_all, path, nbytes, buffers[:1], os.O_WRONLY | os.O_CREAT)
-        path.unlink(missing_ok=True)
-        limits["buffered_write"] = _timed(lambda: _write_all(path, nbytes, buffers[:1], os.O_WRONLY | os.O_CREAT))
-        if limits["direct_write_1_thread"] is not None:
-            path.unlink()
-        limits["direct_write"] = _direct(_write_all, path, nbytes, buffers, os.O_WRONLY | os.O_CREAT)
-        _drop(path)
-        limits["direct_read"] = _direct(_read_all, path, nbytes, buffers, os.O_RDONLY)
-        limits["buffered_read_cold"] = _timed(lambda: _read_all(path, nbytes, buffers[:1], os.O_RDONLY))
+        limits["buffered_write"] = _timed(lambda: _write_all(first, nbytes, buffers[:1], new))
+        limits["direct_write_1_thread"] = _direct(_write_all, first, nbytes, buffers[:1], new)
+        limits["direct_write"] = _direct(_write_all, second, nbytes, buffers, new)
+        limits["direct_read"] = _direct(_read_all, second, nbytes, buffers, os.O_RDONLY)
+        if limits["direct_write_1_thread"] is None:  # whatever a refusal has left
+            _write_all(first, nbytes, buffers[:1], new)
+        _drop(first)
+        limits["buffered_read_cold"] = _timed(lambda: _read_all(first, nbytes, buffers[:1], os.O_RDONLY))
     finally:
-        path.unlink(missing_ok=True)
+        first.unlink(missing_ok=True)
+        second.unlink(missing_ok=True)
     return limits
 
 
@@ -59,11 +61,10 @@ def _timed(work: Callable[[], object]) -> dict[str, float]:
 
 
 def _buffer(seed: int) -> np.ndarray:
-    """An aligned buffer, with bytes that no disk can make less of; NumPy asks for huge pages for what is so large."""
-    memory = np.empty(_BLOCK + _ALIGNMENT, np.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    memory[begin : begin + _BLOCK] = np.random.default_rng(seed).integers(0, 256, _BLOCK, np.uint8)
-    return memory[begin : begin + _BLOCK]
+    """An aligned buffer, with bytes that no disk can make less of."""
+    buffer = aligned_buffer(_BLOCK)
+    buffer[:] = np.random.default_rng(seed).integers(0, 256, _BLOCK, np.uint8)
+    return buffer
 
 
 def _direct(

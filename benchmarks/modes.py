@@ -19,9 +19,9 @@ def budget_rows(results: Results) -> list[list[str]]:
     for peer in PEERS:
         budgets = [trial["budget_bytes"] for trial in trials(results, "save", CASE, peer) if "budget_bytes" in trial]
         if budgets:
-            label = PEERS[peer].label
             peaks = [peak * PEAK.unit for peak in PEAK.values(results, CASE, peer)]
-            rows.append(verdict(f"peak memory of a save, {label}", "its budget", peaks, budgets, BUDGET_TARGET))
+            against = f"the budget of {PEERS[peer].label}"
+            rows.append(verdict("peak memory of a save", against, peaks, budgets, BUDGET_TARGET))
     return rows
 
 

@@ -128,7 +128,7 @@ def timeline(spans: Sequence[Mapping[str, Any]], lanes: Mapping[str, str], path:
     ends = max(span["to_secs"] for span in spans if span["name"] in stages)
     before = [span["from_secs"] for span in spans if span["name"] == steps and span["to_secs"] <= 0]
     behind = [span["to_secs"] for span in spans if span["name"] == steps and span["to_secs"] >= ends]
-    axes.set_xlim(max(before), 1.02 * min(behind, default=1.35 * ends))
+    axes.set_xlim(max(before, default=-0.25 * ends), 1.02 * min(behind, default=1.35 * ends))
     axes.axvline(0, color=_QUIET, lw=0.8, ls=":")
     axes.set_yticks(range(len(lanes)), list(lanes.values()))
     axes.invert_yaxis()

@@ -23,9 +23,10 @@ import numpy as np
 import xxhash
 
 from flax_rpsave.chunk_bytes import ChunkBytes
-from flax_rpsave.direct_file import ALIGNMENT, BLOCK_NBYTES, aligned_buffer
+from flax_rpsave.direct_file import ALIGNMENT, BLOCK_NBYTES
 from flax_rpsave.directory import FileDirectory
 from flax_rpsave.engine import Written, array_documents, document_digests
+from flax_rpsave.host_memory import aligned_buffer
 from flax_rpsave.planner import LeafPlan
 from flax_rpsave.snapshot import Piece
 from flax_rpsave.store import chunk_key

@@ -18,10 +18,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-
-from flax_rpsave.host_memory import HUGE_PAGE_NBYTES
-
 logger = logging.getLogger("flax_rpsave")
 
 ALIGNMENT = 4096  # of memory, offsets and lengths; devices ask for 512 or 4096
@@ -171,17 +167,6 @@ def sync_file_system(descriptor: int, path: str) -> None:
     if _libc.syncfs(descriptor):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), path)
-
-
-def aligned_buffer(nbytes: int) -> np.ndarray:
-    """Bytes whose memory is aligned for direct reads and writes; what is never touched takes no memory.
-
-    NumPy asks the kernel for huge pages for arrays from 4 MB on. A request to a disk names a limited number of
-    pieces of memory: of huge pages it reaches further, which makes direct reads about twice as fast.
-    """
-    memory = np.empty(nbytes + HUGE_PAGE_NBYTES, np.uint8)
-    begin = -memory.ctypes.data % HUGE_PAGE_NBYTES
-    return memory[begin : begin + nbytes]
 
 
 def is_on_local_disk(path: str) -> bool:

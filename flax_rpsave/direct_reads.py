@@ -25,12 +25,12 @@ from flax_rpsave.chunk_bytes import PLAIN
 from flax_rpsave.direct_file import (
     ALIGNMENT,
     BLOCK_NBYTES,
-    aligned_buffer,
     engine_mode,
     is_on_local_disk,
     open_direct,
 )
 from flax_rpsave.directory import Directory, FileDirectory
+from flax_rpsave.host_memory import aligned_buffer
 
 logger = logging.getLogger("flax_rpsave")
 

@@ -27,7 +27,6 @@ from flax_rpsave.direct_file import (
     BLOCK_NBYTES,
     ENGINE_VARIABLE,
     DirectFile,
-    aligned_buffer,
     engine_mode,
     is_on_local_disk,
     reports_lost_writes,
@@ -35,6 +34,7 @@ from flax_rpsave.direct_file import (
 from flax_rpsave.directory import Directory, FileDirectory
 from flax_rpsave.engine import Engine, TensorStoreEngine
 from flax_rpsave.errors import ConfigError
+from flax_rpsave.host_memory import aligned_buffer
 from flax_rpsave.planner import LeafPlan
 
 logger = logging.getLogger("flax_rpsave")

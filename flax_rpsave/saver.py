@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from flax_rpsave import documents
+from flax_rpsave import documents, host_memory
 from flax_rpsave.agreement import Group
 from flax_rpsave.cleaning import Cleaner
 from flax_rpsave.config import CheckpointConfig
@@ -99,8 +99,10 @@ class Saver:
         try:
             with jax.profiler.TraceAnnotation("rpsave:dispatch"):
                 for group in range(snapshotter.groups):
-                    if group and not run.wait_written():
-                        break
+                    if group:
+                        if not run.wait_written():
+                            break
+                        host_memory.give_back()  # or the next group's copies may come on top of the last one's
                     run.hand_over(snapshotter.take(flat.arrays, group))
         except BaseException as error:
             aborted = error

@@ -170,7 +170,7 @@ class Snapshotter:
                 with program.lock, own_settings(program.mesh):
                     if self._keeps_staging(program) and program.staging is None and not program.taken:
                         program.staging = make_staging()
-                        kept += [(data.unsafe_buffer_pointer(), data.nbytes) for data in _shards(program.staging)]
+                        kept += _areas(jax.block_until_ready(program.staging))
         host_memory.move_to_huge_pages(kept)
 
     def take(self, arrays: Sequence[Any], group: int) -> Snapshot:
@@ -293,8 +293,10 @@ class Snapshotter:
         return found
 
 
-def _shards(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    return [shard.data for array in arrays for shard in array.addressable_shards]
+def _areas(arrays: Sequence[jax.Array]) -> list[tuple[int, int]]:
+    """Addresses and lengths of what this process has of arrays on CPU devices."""
+    parts = [shard.data for array in arrays for shard in array.addressable_shards]
+    return [(part.unsafe_buffer_pointer(), part.nbytes) for part in parts]
 
 
 def _stays_on_host(value: Any) -> bool:

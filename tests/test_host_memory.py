@@ -3,6 +3,7 @@
 import mmap
 import pathlib
 import re
+import types
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import flax_rpsave as rps
 from flax_rpsave import host_memory
 from flax_rpsave.leaves import flatten
 from flax_rpsave.snapshot import Snapshotter
+from tests import faults
 from tests.trees import bits, mesh_of, on
 
 HUGE = host_memory.HUGE_PAGE_NBYTES
@@ -27,27 +29,70 @@ def plain():
     return part
 
 
-def huge_nbytes():
-    """Of this process."""
-    return 1024 * int(re.search(r"AnonHugePages:\s+(\d+) kB", pathlib.Path("/proc/self/smaps_rollup").read_text())[1])
+def huge_nbytes(address):
+    """Of the mapping that an address is in."""
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", pathlib.Path("/proc/self/smaps").read_text(), flags=re.M)[1:]:
+        begin, end = (int(part, 16) for part in re.match(r"([0-9a-f]+)-([0-9a-f]+)", mapping).groups())
+        if begin <= address < end:
+            return 1024 * int(re.search(r"AnonHugePages:\s+(\d+) kB", mapping)[1])
+    raise AssertionError("there is no such mapping")
 
 
-def test_values_stay_and_the_pages_are_huge(plain):
-    before, values = huge_nbytes(), plain.tobytes()
-    address = plain.ctypes.data
-    areas = [(address, HUGE // 2), (address + HUGE // 2, HUGE + HUGE // 2), (address + 3 * HUGE, HUGE // 2)]
-    moved = host_memory.move_to_huge_pages(areas)
-    assert moved in (0, 2 * HUGE)  # 0: the kernel does not do it, or has no free huge page; never the half one
-    assert huge_nbytes() - before >= moved
+def test_values_stay_and_only_pages_that_are_filled_are_asked_for(plain, monkeypatch):
+    asked, real = [], host_memory._libc.madvise
+
+    def madvise(address, nbytes, advice):
+        asked.append((address.value, nbytes.value))
+        return real(address, nbytes, advice)
+
+    monkeypatch.setattr(host_memory, "_libc", types.SimpleNamespace(madvise=madvise))
+    monkeypatch.setattr(host_memory, "_huge_pages_are_allowed", lambda: True)
+    values, address = plain.tobytes(), plain.ctypes.data
+    parts = [(address, HUGE // 2), (address + HUGE // 2, HUGE + HUGE // 2), (address + 3 * HUGE, HUGE // 2)]
+    host_memory.move_to_huge_pages(parts)
+    assert asked == [(address, 2 * HUGE)]
+    assert huge_nbytes(address) in (0, HUGE, 2 * HUGE)  # as many as the kernel had
     assert plain.tobytes() == values
 
 
-def test_addresses_that_are_in_use_no_more_do_no_harm(plain):
+def test_addresses_that_are_in_use_no_more_do_no_harm():
     memory = mmap.mmap(-1, 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     address = np.frombuffer(memory, np.uint8).ctypes.data
     memory.close()
-    assert host_memory.move_to_huge_pages([(address, 2 * HUGE)]) == 0
-    assert host_memory.move_to_huge_pages([]) == 0
+    host_memory.move_to_huge_pages([(address, 2 * HUGE)])
+    host_memory.move_to_huge_pages([])
+
+
+def test_who_has_forbidden_huge_pages_gets_none(plain, monkeypatch, tmp_path):
+    (tmp_path / "enabled").write_text("always madvise [never]\n")
+    monkeypatch.setattr(host_memory, "_HUGE_PAGES_ALLOWED", tmp_path / "enabled")
+    host_memory.move_to_huge_pages([(plain.ctypes.data, len(plain))])
+    assert huge_nbytes(plain.ctypes.data) == 0
+
+
+AFTER_FORK = """
+import os, pathlib
+from flax_rpsave.host_memory import HUGE_PAGE_NBYTES, aligned_buffer
+
+buffer = aligned_buffer(3 * HUGE_PAGE_NBYTES)
+assert buffer.nbytes == 3 * HUGE_PAGE_NBYTES and buffer.ctypes.data % HUGE_PAGE_NBYTES == 0
+buffer[:] = 1
+
+def mapped():
+    lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    ranges = [[int(part, 16) for part in line.split()[0].split("-")] for line in lines]
+    return any(begin <= buffer.ctypes.data < end for begin, end in ranges)
+
+if os.fork() == 0:
+    os._exit(mapped())
+assert os.wait()[1] == 0
+assert mapped() and (buffer == 1).all()
+"""
+
+
+def test_buffers_are_for_disks_and_not_for_forked_processes(tmp_path):
+    done = faults.run_python(AFTER_FORK, tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_staging_memory_that_is_kept_is_moved_once_and_snapshots_are_the_same(monkeypatch):
