@@ -29,7 +29,7 @@ from flax_rpsave.leaves import check_outside_of_tracing
 from flax_rpsave.preemption import PreemptionWatch
 from flax_rpsave.resuming import Resumer, Wanted, as_step, check_resume_allowed, initial
 from flax_rpsave.saver import Saver
-from flax_rpsave.store import new_context
+from flax_rpsave.store import SPAWN, new_context
 from flax_rpsave.writer import SaveStats, fail_if_exiting, forget
 
 logger = logging.getLogger("flax_rpsave")
@@ -313,7 +313,7 @@ class CheckpointCallback:
         """Refuses a forked child: what it would save, the parent would find in the place of its own."""
         if self.config.enabled and os.getpid() != self._pid:
             raise RPSaveError(
-                f"{what}: this callback was made by pid {self._pid}, of which this process is a fork: make another"
+                f"{what}: this callback was made by pid {self._pid}, of which this process is a fork: {SPAWN}"
             )
 
     def _pass(self, step: int, preempted: bool) -> None:

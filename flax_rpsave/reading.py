@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
 from collections.abc import Iterator
 
@@ -24,7 +25,8 @@ def reading(what: str) -> Iterator[None]:
     except RPSaveError:
         raise
     except OSError as error:
-        raise StorageError(f"{what} cannot be read: {error}") from error
+        wrong = CorruptCheckpointError if error.errno == errno.ELOOP else StorageError  # a link that leads to itself
+        raise wrong(f"{what} cannot be read: {error}") from error
     except TENSORSTORE_ERRORS as error:
         wrong = CorruptCheckpointError if _CORRUPT.search(str(error)) else StorageError
         raise wrong(f"{what} cannot be read: {brief(error)}") from error

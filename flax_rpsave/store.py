@@ -15,7 +15,7 @@ import tensorstore as ts
 
 from flax_rpsave.config import StorageConfig
 from flax_rpsave.directory import Directory
-from flax_rpsave.errors import ConfigError
+from flax_rpsave.errors import ConfigError, RPSaveError
 
 OCDBT_MANIFEST = "manifest.ocdbt"
 PRIVATE_PREFIX = ".rpsave/"
@@ -36,6 +36,11 @@ _CODECS: Mapping[str | None, list[dict[str, Any]]] = {
 }
 
 
+SPAWN = 'start a process that is no fork, as multiprocessing does with "spawn"'
+"""What a forked process is told."""
+_made_by: set[int] = set()  # the processes in which contexts were made: this one and, after a fork, its parents
+
+
 def new_context() -> ts.Context:
     """Resources that all of one save, or of one reader, shares: with one cache it writes one database, not hundreds.
 
@@ -43,7 +48,11 @@ def new_context() -> ts.Context:
 
     Raises:
       ConfigError: RPSAVE_RETRY_SECS is no number of seconds.
+      RPSaveError: This process is a fork of one that has made contexts: TensorStore would abort it.
     """
+    if others := _made_by - {os.getpid()}:
+        raise RPSaveError(f"this process is a fork of pid {max(others)}, which has used TensorStore: {SPAWN}")
+    _made_by.add(os.getpid())
     retries = _retries(os.environ.get(_RETRY_SECS, "60"))
     spec = {
         "cache_pool": {"total_bytes_limit": 100_000_000},

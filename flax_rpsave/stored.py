@@ -439,7 +439,7 @@ def _read_digests(
             if processes is not None:
                 raise CorruptCheckpointError(f"{place}: {key} is missing")
             break
-        index = documents.parse_index(found.value, f"{place}/{key}")
+        index = documents.parse_index(found.value, f"{place}: {key}")
         if process < len(committed) and documents.digest(found.value) != committed[process]:
             raise CorruptCheckpointError(f"{place}: {key} was not committed with this step: the arrays are another's")
         digests.update(index)

@@ -418,8 +418,8 @@ def test_what_has_a_steps_name_and_is_no_directory_is_named_and_passed_over(run,
         "default/array_metadatas/process_0",
     ],
 )
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_a_pipe_or_a_directory_in_the_place_of_a_document_is_damage(run, name, make):
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to(path)])
+def test_a_pipe_or_a_directory_or_an_endless_link_in_the_place_of_a_document_is_damage(run, name, make):
     """A pipe that is opened would hang until somebody writes to it."""
     (run / "20" / name).unlink()
     make(run / "20" / name)
