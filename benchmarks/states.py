@@ -255,11 +255,11 @@ CASES = {
         defaults={"peers": _MANAGERS, "rounds": 1},
     ),
     "one_array_8_processes": Case(
-        "one float32 array replicated on 8 processes of one device: the original proposal's case at a quarter of its "
+        "one float32 array replicated on 8 processes of one device: the original proposal's case at an eighth of its "
         "4.3 GB",
         devices=1,
         replicas=8,
-        build=_one_array(16384),
+        build=_one_array(8192),
         processes=8,
         kinds=("save",),
         defaults={"peers": _MANAGERS, "rounds": 1},
