@@ -130,15 +130,9 @@ class MatmulLoop:
         """The result of a step that the device has yet to make."""
         return self._step(self._x)
 
-    def run(self, ended: Callable[[], bool], ahead: jax.Array | None = None) -> list[float]:
-        """Seconds of each step; at least one is made, and none is begun that finds `ended()` true.
-
-        Args:
-            ended: asked before each step.
-            ahead: a step that is dispatched already; it is waited for and not counted.
-        """
+    def run(self, ended: Callable[[], bool]) -> list[float]:
+        """Seconds of each step; at least one is made, and none is begun that finds `ended()` true."""
         found: list[float] = []
-        jax.block_until_ready(ahead)  # begun before the clock
         ahead = self.dispatched()
         while not found or not ended():
             start = time.perf_counter()
@@ -207,12 +201,13 @@ def _saved(
     peer: peers.Peer, step: int, state: PyTree, loop: MatmulLoop | None = None
 ) -> tuple[float, float, list[float]]:
     """A save: seconds until the call returned, until the commit, and of each step that `loop` made meanwhile."""
-    ahead = loop.dispatched() if loop else None
+    busy = loop.dispatched() if loop else None  # the device, at the call
     began = time.perf_counter()
     blocking_secs = peer.save(step, state)
     with ThreadPoolExecutor(1) as waiter:
         commit = waiter.submit(peer.wait)
-        steps = loop.run(commit.done, ahead) if loop else []
+        jax.block_until_ready(busy)
+        steps = loop.run(commit.done) if loop else []
         commit.result()
     commit_secs = time.perf_counter() - began
     shutil.rmtree(peer.directory / str(step))

@@ -36,8 +36,9 @@ _CODECS: Mapping[str | None, list[dict[str, Any]]] = {
 }
 
 
-SPAWN = 'start a process that is no fork, as multiprocessing does with "spawn"'
+SPAWN = 'start processes by "spawn", not by "fork"'
 """What a forked process is told."""
+
 _made_by: set[int] = set()  # the processes in which contexts were made: this one and, after a fork, its parents
 
 

@@ -18,6 +18,9 @@ from tests.faults.mutants import main
 main(pathlib.Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))
 """
 
+ENOUGH = 200
+"""Mutants from which on what becomes of them is no longer chance: one in twelve is read right."""
+
 
 @pytest.mark.timeout(300 + SIZES.mutants)
 @pytest.mark.parametrize("layout", mutants.LAYOUTS)
@@ -48,6 +51,9 @@ def test_whatever_is_damaged_is_an_error_of_ours_or_read_right(tmp_path, layout,
     record_property("mutants tried", len(done))
     assert not odd, "\n".join(json.dumps(m, indent=1).replace("\\n", "\n") for m in odd[:5]) + f"\n{outcomes}"
     assert outcomes["CorruptCheckpointError"], outcomes  # that whole ones are read right is seen before any is damaged
+    if len(done) >= ENOUGH:
+        assert outcomes["right"], outcomes
+        assert outcomes["CorruptCheckpointError"] > len(done) / 4, outcomes
 
 
 def with_own(**keys):
