@@ -24,12 +24,13 @@ Limits = dict[str, dict[str, float] | None]
 """Name -> `secs` and `cpu_secs`; None where this file system can't (O_DIRECT on tmpfs)."""
 
 
-def measure(directory: Path, nbytes: int) -> Limits:
+def measure(directory: Path, nbytes: int, processes: int = 1) -> Limits:
     """Measures every limit for `nbytes` (raw writes and reads: rounded up to pages); leaves nothing in `directory`.
 
     Each way to read has a file of its own, which nobody has read before and, if possible, was written in the same way.
+    What `processes` copy at once, each an equal part, is copied by as many threads.
     """
-    limits = _copies(nbytes)
+    limits = _copies(nbytes, processes)
     first, second = directory / "limits-1.bin", directory / "limits-2.bin"
     buffers = [_buffer(seed) for seed in range(_THREADS)]
     new = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -48,10 +49,16 @@ def measure(directory: Path, nbytes: int) -> Limits:
     return limits
 
 
-def _copies(nbytes: int) -> Limits:
+def _copies(nbytes: int, processes: int) -> Limits:
     source, target = np.ones(nbytes, np.uint8), np.empty(nbytes, np.uint8)
     copy = functools.partial(np.copyto, target, source)
-    return {"memcpy_first_touch": _timed(copy), "memcpy": _timed(copy)}
+    limits: Limits = {"memcpy_first_touch": _timed(copy), "memcpy": _timed(copy)}
+    if processes > 1:
+        targets, sources = np.array_split(target, processes), np.array_split(source, processes)
+        with ThreadPoolExecutor(processes) as pool:
+            list(pool.map(time.sleep, [0.01] * processes))  # starts the threads
+            limits["memcpy_at_once"] = _timed(lambda: list(pool.map(np.copyto, targets, sources)))
+    return limits
 
 
 def _timed(work: Callable[[], object]) -> dict[str, float]:

@@ -115,10 +115,8 @@ def saved(results: Results, case: str) -> bool:
 
 
 def origin(results: Results, source: str) -> str:
-    """Where figures are from: of a file that says nothing of it only its name."""
-    about = results.get("environment")
-    if about is None:
-        return f"From `{source}`, which does not say of which machine and versions it is."
+    """Where figures are from."""
+    about = results["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in about["packages"].items())
     return (
         f"From `{source}`, made by `{about['command']}` on {about['date'][:10]} at commit {about['commit']}: "
@@ -170,11 +168,10 @@ def summary(results: Results) -> list[str]:
             lines += ["Memory while a save is under way:", ""]
             lines += [_picture("Memory over the state's, of each peer", alongside_costs.image(name)), ""]
     if README_CASE in local_cases(results):
-        case, cores = results["cases"][README_CASE], results.get("environment", {}).get("cpus")
+        case, cores = results["cases"][README_CASE], results["environment"]["cpus"]
         measures = (BLOCKING, COMMIT, CPU, PEAK, RESTORE, RESTORE_AND_STEP)
         subject = f"{case['about'][0].upper()}{case['about'][1:]} ({case['state_bytes'] / 1e9:.2f} GB)"
-        machine = f", {cores} cores" if cores else ""
-        lines += [f"{subject}{machine}; medians (min–max) of one interleaved run:", ""]
+        lines += [f"{subject}, {cores} cores; medians (min–max) of one interleaved run:", ""]
         if saved(results, README_CASE):
             lines += [_picture("Blocking and time to commit of each peer", f"{README_CASE}.png"), ""]
         lines += [*peer_table(results, README_CASE, measures), ""]

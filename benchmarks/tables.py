@@ -13,7 +13,7 @@ NOTHING = "–"
 AMOUNTS: Mapping[str, Callable[[dict[str, Any]], float]] = {
     "state": lambda case: case["state_bytes"],
     "gigabytes": lambda case: case["state_bytes"] / 1e9,
-    "slices": lambda case: case["state_bytes"] / case.get("processes", 1),
+    "slices": lambda case: case["state_bytes"] / case["processes"],
 }
 """What a case has so much of: its state's bytes, its state's GB, the bytes that each process owns slices of."""
 
@@ -60,9 +60,7 @@ def engines_of(results: Results, case: str, peer: str) -> str:
     """What put the warm saves into storage; of processes that did not all have the same, how many had which."""
     names = []
     for save in (save for trial in trials(results, "save", case, peer) for save in trial["saves"][1:]):
-        own = save.get("own_stats", [])
-        processes = [own] if isinstance(own, dict) else own  # older files have no list where there was one process
-        mix = Counter(stats["engine"] for stats in processes if "engine" in stats)
+        mix = Counter(stats["engine"] for stats in save.get("own_stats", []) if "engine" in stats)
         names += [name if len(mix) == 1 else f"{count} × {name}" for name, count in sorted(mix.items())]
     return ", ".join(dict.fromkeys(names)) or NOTHING
 

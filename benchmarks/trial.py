@@ -140,8 +140,9 @@ def loop(request: Request) -> dict[str, Any]:
 
 def machine(request: Request) -> dict[str, Any]:
     """Measures the machine's limits for the bytes of the case's state."""
-    nbytes = states.state_bytes(states.CASES[request.case].build(request.scale))
-    return {"limits": limits.measure(Path(request.directory), nbytes)}
+    case = states.CASES[request.case]
+    nbytes = states.state_bytes(case.build(request.scale))
+    return {"limits": limits.measure(Path(request.directory), nbytes, case.processes)}
 
 
 KINDS: dict[str, Callable[[Request], dict[str, Any]]] = {

@@ -3,10 +3,12 @@
 A program is a `shard_map` in which every device copies the slices that the plan gave it. All devices run the same
 code, so what differs between them comes from tables indexed by `axis_index`: in *round* k each replica takes its k-th
 slice of a group of equal leaves (a `switch` over the leaf, a `dynamic_slice` at its start), and slices that are whole
-small shards are *packed*: each replica's are flattened into one vector. Nothing is copied that need not be: the outputs
-hold 1/R of the state, but for what idle replicas copy in the last round of a group. Bits are copied, not numbers: XLA
-may compute with short floats in a longer type, which changes NaNs. Programs are compiled and called under settings of
-their own (`own_settings`), so the ambient mesh and the debugging flags of the train loop do not matter.
+small shards are *packed*: each replica's are flattened into one vector. Where each process has one device of a mesh, it
+runs a program on that device alone, for one replica: without tables it compiles several times as fast. Nothing is
+copied that need not be: the outputs hold 1/R of the state, but for what idle replicas copy in the last round of a
+group. Bits are copied, not numbers: XLA may compute with short floats in a longer type, which changes NaNs. Programs
+are compiled and called under settings of their own (`own_settings`), so the ambient mesh and the debugging flags of the
+train loop do not matter.
 
 Where replicas are to be compared, every device also takes a fingerprint of each of its shards, in the same program.
 """
@@ -69,10 +71,18 @@ class Program:
     """The outputs taken from the leaves of one mesh (or one device: a mesh of one) with one set of replica axes.
 
     Of the leaves in `compared` every device takes a fingerprint as well.
+
+    Attributes:
+      mesh: The devices that run it: those of the leaves, the first replicas, or this process's only device; its axes
+        are those of the leaves' mesh, some of them shorter.
+      replica_axes: The axes along which its replicas lie; none where it runs on one replica.
+      replica: Which one, where it runs on this process's only device alone.
+      leaves: Its leaves.
     """
 
     mesh: Mesh
     replica_axes: tuple[str, ...]
+    replica: int | None
     leaves: tuple[int, ...]
     outputs: tuple[Output, ...]
     compared: tuple[int, ...] = ()
@@ -140,10 +150,17 @@ def _cut_programs(
 ) -> Iterator[Program]:
     """Programs of at most `_PROGRAM_LEAVES` leaves, all of which are saved, or none."""
     members, wanted = saved or compared, set(compared)
-    for k in range(0, len(members) if mesh.local_devices else 0, _PROGRAM_LEAVES):
+    if not members or not mesh.local_devices:
+        return
+    replicas, replica = math.prod(mesh.shape[a] for a in axes), None
+    if mesh.size > 1 and most_of_a_process(mesh.devices.flat) == 1:
+        (device,) = mesh.local_devices
+        mesh, axes = Mesh(np.array(device, ndmin=mesh.devices.ndim), mesh.axis_names), ()
+        replica = plan.leaves[members[0]].layout.place(device.id)[0]
+    for k in range(0, len(members), _PROGRAM_LEAVES):
         part = members[k : k + _PROGRAM_LEAVES]
-        outputs = _outputs(plan, part, math.prod(mesh.shape[a] for a in axes)) if saved else []
-        yield Program(mesh, axes, tuple(part), tuple(outputs), tuple(i for i in part if i in wanted))
+        outputs = _outputs(plan, part, replicas) if saved else []
+        yield Program(mesh, axes, replica, tuple(part), tuple(outputs), tuple(i for i in part if i in wanted))
 
 
 def _named(value: Any) -> NamedSharding:
@@ -249,7 +266,7 @@ def group_by_budget(programs: Sequence[Program], max_nbytes: int | None, begun: 
                 room, part = max_nbytes, None
             room -= nbytes
             if part is None:
-                part = Program(program.mesh, program.replica_axes, (), ())
+                part = Program(program.mesh, program.replica_axes, program.replica, (), ())
                 groups[-1].append(part)
             part.outputs = (*part.outputs, *outputs)
             part.leaves = tuple(sorted(leaves.union(part.leaves)))
@@ -275,6 +292,8 @@ def memory_layouts(program: Program, arrays: Sequence[Any]) -> tuple[Layout | No
 
 def arguments(program: Program, arrays: Sequence[Any]) -> list[Any]:
     """The program's leaves as arrays on the program's mesh: the same buffers, or those of them that it needs."""
+    if program.replica is not None:
+        return [arrays[i].addressable_data(0) for i in program.leaves]
     arguments = []
     for i in program.leaves:
         value = arrays[i]
@@ -290,10 +309,11 @@ def arguments(program: Program, arrays: Sequence[Any]) -> list[Any]:
 def _abstract_arguments(program: Program, leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
     arguments = []
     for i, layout in zip(program.leaves, program.layouts, strict=True):
-        value = leaves[i].value
-        sharding = NamedSharding(program.mesh, _named(value).spec)
+        value, named = leaves[i].value, _named(leaves[i].value)
+        sharding = NamedSharding(program.mesh, named.spec)
         place: Any = sharding if layout is None else Format(layout, sharding)
-        arguments.append(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place))
+        shape = value.shape if program.replica is None else named.shard_shape(value.shape)
+        arguments.append(jax.ShapeDtypeStruct(shape, value.dtype, sharding=place))
     return arguments
 
 
@@ -314,18 +334,17 @@ def _bits_dtype(dtype: Any) -> Any:
 def _recipe(plan: SavePlan, program: Program) -> tuple[Any, ...]:
     """What a program does, by argument position: equal recipes share their compiled code.
 
-    For each output (shape, packed, for each replica its copies), a copy being (argument, start in the shard).
+    For each output (shape, packed, for each replica that runs it its copies), a copy being (argument, start in the
+    shard). A replica without items of its own copies those of another.
     """
     position = {i: k for k, i in enumerate(program.leaves)}
-    return tuple(
-        (
-            output.shape,
-            output.packed,
-            tuple(tuple((position[item.leaf], plan.leaves[item.leaf].start(item.t)) for item in items)
-                  for items in output.items),
-        )
-        for output in program.outputs
-    )  # fmt: skip
+
+    def copies_of(output: Output) -> Iterator[tuple[tuple[int, tuple[int, ...]], ...]]:
+        busy = next(filter(None, output.items))
+        for items in output.items if program.replica is None else [output.items[program.replica]]:
+            yield tuple((position[item.leaf], plan.leaves[item.leaf].start(item.t)) for item in items or busy)
+
+    return tuple((output.shape, output.packed, tuple(copies_of(output))) for output in program.outputs)
 
 
 def compiled(plan: SavePlan, program: Program, leaves: Sequence[Leaf]) -> tuple[Any, Any]:
@@ -369,7 +388,6 @@ def _jitted(
 
 def _copied(shape: tuple[int, ...], packed: bool, copies: Any, replica: Any, leaves: Sequence[jax.Array]) -> Any:
     """What a replica puts into one output."""
-    busy = next(c for c in copies if c)
     if packed:
 
         def vector(items: Any) -> Any:
@@ -379,18 +397,24 @@ def _copied(shape: tuple[int, ...], packed: bool, copies: Any, replica: Any, lea
 
             return concatenated
 
-        branches = [vector(items or busy) for items in copies]
+        branches = [vector(items) for items in copies]
         return branches[0]() if len(branches) == 1 else jax.lax.switch(replica, branches)
-    taken = [(items or busy)[0] for items in copies]
+    taken = [items[0] for items in copies]
     window = sorted({argument for argument, _ in taken})
-    which = jnp.array([window.index(argument) for argument, _ in taken], jnp.int32)[replica]
-    start = jnp.array([start for _, start in taken], jnp.int32)[replica]
+    start = [_of_replica([start[d] for _, start in taken], replica) for d in range(len(shape))]
 
     def slice_of(leaf: jax.Array) -> Any:
         if leaf.shape == shape:
-            return lambda start: leaf
+            return lambda: leaf
         # Clamped at the end of the shard: the edge slice comes with elements before it, which `_pieces_of` trims.
-        return lambda start: jax.lax.dynamic_slice(leaf, [start[d] for d in range(leaf.ndim)], shape)
+        return lambda: jax.lax.dynamic_slice(leaf, start, shape)
 
     branches = [slice_of(leaves[argument]) for argument in window]
-    return branches[0](start) if len(branches) == 1 else jax.lax.switch(which, branches, start)
+    if len(branches) == 1:
+        return branches[0]()
+    return jax.lax.switch(_of_replica([window.index(argument) for argument, _ in taken], replica), branches)
+
+
+def _of_replica(numbers: Sequence[int], replica: Any) -> Any:
+    """A replica's number of one for each; a constant where all are equal, which spares the compiler a third."""
+    return np.int32(numbers[0]) if len(set(numbers)) == 1 else jnp.array(numbers, jnp.int32)[replica]

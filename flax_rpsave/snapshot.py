@@ -238,6 +238,7 @@ class Snapshotter:
         with program.lock:
             if program.executables is None:
                 program.executables = compiled(self.plan, program, self._leaves)
+                host_memory.give_back()  # the compiler's
             return program.executables
 
     def _cut_host_leaves(self, max_nbytes: int | None) -> list[list[int]]:

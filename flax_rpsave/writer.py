@@ -31,7 +31,7 @@ from typing import Any
 import jax
 import tensorstore as ts
 
-from flax_rpsave import commit, divergence, documents, sharing, terms
+from flax_rpsave import commit, divergence, documents, host_memory, sharing, terms
 from flax_rpsave.agreement import Group
 from flax_rpsave.blocks import Helper
 from flax_rpsave.cleaning import Cleaner
@@ -416,7 +416,8 @@ class Writer:
     def _save(self, run: SaveRun, helper: Helper | None) -> None:
         if self._cleaner is not None:
             self._cleaner.before(run.request.nonce)
-        engine_before = self.stats.engine if self.stats is not None else None
+        first = self.stats is None
+        engine_before = None if self.stats is None else self.stats.engine
         try:
             self.stats = run.execute(helper)
         except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
@@ -424,6 +425,8 @@ class Writer:
                 self._error = error
                 logger.error("step %d was not saved: %s", run.request.step, error)
             return
+        if first:
+            host_memory.give_back()  # what later saves do without
         self.damaged.pop(run.request.step, None)  # saved again, and moved aside
         if self._group.decides:
             self._after_commit(run.request, self.stats)

@@ -175,7 +175,8 @@ def test_limits_and_soak_are_measured(results):
 def test_every_case_saves_and_restores(other_results):
     ran = {(trial["kind"], trial["case"]): trial for trial in other_results["trials"]}
     for case in LOCAL:
-        assert ("machine", case) in ran
+        at_once = ran["machine", case]["limits"].get("memcpy_at_once")
+        assert (at_once is not None) == (states.CASES[case].processes > 1)
         assert ran["save", case]["saves"][-1]["stored_bytes"] > 0
         if "restore" not in states.CASES[case].kinds:
             continue
@@ -592,40 +593,6 @@ def test_columns_without_a_figure_are_left_out():
     assert tables.without_blanks(["", "a"], []) == []
 
 
-# Of trials, and of what is in their lists: what not every results file has.
-YOUNG = (
-    "load_before",
-    "own_stats",
-    "cpu_secs",
-    "peak_over_state_bytes",
-    "first_step_secs",
-    "read_secs",
-    "shared_bytes",
-)
-
-
-def test_report_takes_files_that_lack_what_younger_ones_have(results, tmp_path, monkeypatch):
-    def without(found):
-        if isinstance(found, dict):
-            return {key: without(value) for key, value in found.items() if key not in YOUNG}
-        return [without(each) for each in found] if isinstance(found, list) else found
-
-    old = without({key: value for key, value in results.items() if key != "environment"})
-    for each in old["trials"]:
-        each.get("limits", {}).clear()
-    for case in old["cases"].values():
-        del case["absent"], case["processes"]
-    monkeypatch.setattr(report, "IMAGES", tmp_path / "img")
-    monkeypatch.setattr(report, "README_CASE", "replicas_3")
-    body = report.render(old, "old.json")
-    assert "to commit, s" in body
-    for text in ("CPU-s", "engine", "Load average", "Limits of the machine"):
-        assert text in report.render(results, "new.json")
-        assert text not in body
-    report.draw(old)
-    assert "| Orbax defaults |" in "".join(report.summary(old))
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
 def test_pages_show_pictures_that_are_there(page):
     text = (ROOT / page).read_text()
@@ -816,7 +783,6 @@ def test_compression_script_compares_codecs_on_a_checkpoint(tmp_path):
     assert {case.split("/")[1] for case in found} == {"float32", "bfloat16"}
     assert all(turn["ratio"] == 1 for case, turns in found.items() if case.endswith("/null") for turn in turns)
     assert all(turn["ratio"] < 0.1 for turn in found["second moments/float32/zstd 1"])  # zeros
-    for known in (results, {"compression": found}):  # older files do not say where they are from
-        rows = report.render(known, "found.json").splitlines()
-        for codec in compression.codecs(4):
-            assert sum(row.startswith((f"| float32, {codec} |", f"| bfloat16, {codec} |")) for row in rows) == 2
+    rows = report.render(results, "found.json").splitlines()
+    for codec in compression.codecs(4):
+        assert sum(row.startswith((f"| float32, {codec} |", f"| bfloat16, {codec} |")) for row in rows) == 2

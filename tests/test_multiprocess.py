@@ -342,3 +342,61 @@ def test_a_leaf_on_the_devices_of_some_processes_is_saved_by_them(tmp_path):
     run(script, 3, args=[str(tmp_path / "run"), "resume"])
     loaded = rps.load(tmp_path / "run")
     assert loaded["half"].tobytes() == loaded["everywhere"].tobytes() == loaded["sharded"].tobytes()
+
+
+ONE_DEVICE_EACH = """
+import ml_dtypes
+from jax.experimental.layout import Format, Layout
+grid = Mesh(np.array(jax.devices()).reshape(2, 2), ("x", "y"))
+rng = np.random.default_rng(5)
+VALUES, state = {}, {}
+
+def add(name, shape, dtype, spec):
+    VALUES[name] = rng.integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8).view(dtype)[..., 0]
+    state[name] = put(VALUES[name], spec, on=grid)
+
+for dtype in (np.float32, ml_dtypes.bfloat16):  # any bits: NaNs with payloads among them
+    for place, spec in {"whole": P(), "rows": P("x"), "columns": P(None, "y"), "both": P("y", "x")}.items():
+        add(f"{np.dtype(dtype).name}-{place}", (52, 22), dtype, spec)  # no number of processes divides 26, 11 or 13
+    for k in range(3):
+        add(f"{np.dtype(dtype).name}-small{k}", (k + 1,), dtype, P())
+add("scalar", (), np.float32, P())
+VALUES["transposed"] = VALUES["float32-rows"]
+state["transposed"] = jax.device_put(state["float32-rows"], Format(Layout((1, 0)), state["float32-rows"].sharding))
+
+for name, config in CONFIGS.items():
+    with rps.CheckpointCallback(dict(directory=f"{sys.argv[1]}/{name}", save_interval_steps=1, **config)) as checkpoint:
+        for step in (1, 2):
+            checkpoint(step, state)
+            jax.tree.map(lambda x: x.delete(), state)  # as a donation does
+            state = {name: jax.device_put(put(VALUES[name], x.sharding.spec, on=grid), x.format)
+                     for name, x in state.items()}
+        checkpoint.wait()
+        groups = checkpoint._saver._snapshotter._groups
+        say(len(groups), *sorted({program.mesh.size for group in groups for program in group}))
+if process == 0:
+    np.savez(f"{sys.argv[1]}/values.npz", **{name: v.view(f"uint{8 * v.itemsize}") for name, v in VALUES.items()})
+"""
+
+CONFIGS = {
+    "fine": {"replica_parallel": {"min_slice_bytes": 1}},
+    "coarse": {},
+    "groups": {"replica_parallel": {"min_slice_bytes": 1}, "max_staging_gb": 2e-6},
+    "compared": {"replica_parallel": {"min_slice_bytes": 1, "check_divergence": "fail"}},
+    "single": {"replica_parallel": {"enable": False}},
+}
+
+
+def test_processes_of_one_device_each_save_from_it_alone(tmp_path):
+    results = run(f"CONFIGS = {CONFIGS}" + ONE_DEVICE_EACH, 4, args=[str(tmp_path)])
+    for name, *said in zip(CONFIGS, *(result.said for result in results), strict=True):
+        groups, sizes = zip(*(line.partition(" ")[::2] for line in said), strict=True)
+        assert len(set(groups)) == 1
+        assert (int(groups[0]) > 1) == (name == "groups")
+        assert set(sizes) - {""} == {"1"}, "a process that saves nothing has no program"
+    expected = np.load(tmp_path / "values.npz")
+    for name in CONFIGS:
+        loaded = rps.load(tmp_path / name)
+        assert set(loaded) == set(expected)
+        for key in expected:
+            assert np.ascontiguousarray(loaded[key]).tobytes() == expected[key].tobytes(), (name, key)
