@@ -64,7 +64,7 @@ def limits_table(results: Results, case: str) -> list[str]:
 def failures(results: Results) -> list[str]:
     """What a reader must know before the tables: trials that failed, restores that were not bit-equal."""
     found = [
-        f"**{trial['kind']} by {trial['peer']} failed in round {trial['round'] + 1}.**"
+        f"**{trial['kind']} by {trial['peer']} failed in round {trial['round'] + 1}: {trial['error'].splitlines()[0]}**"
         for trial in results["trials"]
         if trial["error"]
     ]

@@ -77,7 +77,7 @@ class Program:
         are those of the leaves' mesh, some of them shorter.
       replica_axes: The axes along which its replicas lie; none where it runs on one replica.
       replica: Which one, where it runs on this process's only device alone.
-      leaves: Its leaves.
+      leaves: Indices in the plan.
     """
 
     mesh: Mesh
@@ -153,10 +153,11 @@ def _cut_programs(
     if not members or not mesh.local_devices:
         return
     replicas, replica = math.prod(mesh.shape[a] for a in axes), None
-    if mesh.size > 1 and most_of_a_process(mesh.devices.flat) == 1:
+    layout = plan.leaves[members[0]].layout
+    if mesh.size > 1 and layout.mesh is not None and max(Counter(layout.mesh.processes).values()) == 1:
         (device,) = mesh.local_devices
         mesh, axes = Mesh(np.array(device, ndmin=mesh.devices.ndim), mesh.axis_names), ()
-        replica = plan.leaves[members[0]].layout.place(device.id)[0]
+        replica, _ = layout.place(device.id)
     for k in range(0, len(members), _PROGRAM_LEAVES):
         part = members[k : k + _PROGRAM_LEAVES]
         outputs = _outputs(plan, part, replicas) if saved else []
@@ -242,7 +243,7 @@ def _cut_queue(plan: SavePlan, queue: Sequence[tuple[int, int]]) -> list[tuple[t
 def group_by_budget(programs: Sequence[Program], max_nbytes: int | None, begun: Sequence[int]) -> list[list[Program]]:
     """Programs, cut where needed, in groups whose staging memory fits the budget (or that have one output).
 
-    The groups are the same in every process: those of a mesh of several run the same programs in the same order.
+    The groups are the same in every process: those of a mesh of several take the same outputs in the same order.
 
     Args:
       programs: The programs.
@@ -291,7 +292,7 @@ def memory_layouts(program: Program, arrays: Sequence[Any]) -> tuple[Layout | No
 
 
 def arguments(program: Program, arrays: Sequence[Any]) -> list[Any]:
-    """The program's leaves as arrays on the program's mesh: the same buffers, or those of them that it needs."""
+    """The program's leaves as arrays on its mesh, or on its only device: the same buffers, or those that it needs."""
     if program.replica is not None:
         return [arrays[i].addressable_data(0) for i in program.leaves]
     arguments = []
@@ -416,5 +417,5 @@ def _copied(shape: tuple[int, ...], packed: bool, copies: Any, replica: Any, lea
 
 
 def _of_replica(numbers: Sequence[int], replica: Any) -> Any:
-    """A replica's number of one for each; a constant where all are equal, which spares the compiler a third."""
+    """Of numbers, one for each replica, that of one; a constant where all are equal: it compiles in less time."""
     return np.int32(numbers[0]) if len(set(numbers)) == 1 else jnp.array(numbers, jnp.int32)[replica]

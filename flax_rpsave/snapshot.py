@@ -171,6 +171,7 @@ class Snapshotter:
                     if self._keeps_staging(program) and program.staging is None and not program.taken:
                         program.staging = make_staging()
                         kept += _areas(jax.block_until_ready(program.staging))
+        host_memory.give_back()  # what the compiler needed
         host_memory.move_to_huge_pages(kept)
 
     def take(self, arrays: Sequence[Any], group: int) -> Snapshot:
@@ -238,7 +239,6 @@ class Snapshotter:
         with program.lock:
             if program.executables is None:
                 program.executables = compiled(self.plan, program, self._leaves)
-                host_memory.give_back()  # the compiler's
             return program.executables
 
     def _cut_host_leaves(self, max_nbytes: int | None) -> list[list[int]]:

@@ -416,8 +416,7 @@ class Writer:
     def _save(self, run: SaveRun, helper: Helper | None) -> None:
         if self._cleaner is not None:
             self._cleaner.before(run.request.nonce)
-        first = self.stats is None
-        engine_before = None if self.stats is None else self.stats.engine
+        before = self.stats
         try:
             self.stats = run.execute(helper)
         except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
@@ -425,12 +424,14 @@ class Writer:
                 self._error = error
                 logger.error("step %d was not saved: %s", run.request.step, error)
             return
-        if first:
+        if before is None:
             host_memory.give_back()  # what later saves do without
         self.damaged.pop(run.request.step, None)  # saved again, and moved aside
         if self._group.decides:
             self._after_commit(run.request, self.stats)
-        elif self.stats.engine != engine_before:  # what process 0 says of each commit is of its own engine
+        elif (
+            before is None or self.stats.engine != before.engine
+        ):  # what process 0 says of each commit is of its own engine
             logger.info("step %d: process %d wrote by %s", run.request.step, self._group.process, self.stats.engine)
 
     def _settle(self, request: SaveRequest) -> None:

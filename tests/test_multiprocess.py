@@ -269,7 +269,7 @@ def test_the_loops_thread_makes_no_collective_and_no_coordination_call_in_a_late
         import json
         say(json.dumps([in_loop, len(in_background), len(programs), collectives]))
     """
-    for result in run(script, 2, args=[str(tmp_path / "run")]):
+    for result in run(script, 2, devices=2, args=[str(tmp_path / "run")]):
         in_loop, in_background, programs, collectives = json.loads(result.said[0])
         assert in_loop == []
         assert collectives == []
@@ -367,10 +367,11 @@ state["transposed"] = jax.device_put(state["float32-rows"], Format(Layout((1, 0)
 for name, config in CONFIGS.items():
     with rps.CheckpointCallback(dict(directory=f"{sys.argv[1]}/{name}", save_interval_steps=1, **config)) as checkpoint:
         for step in (1, 2):
+            formats = {name: x.format for name, x in state.items()}
             checkpoint(step, state)
             jax.tree.map(lambda x: x.delete(), state)  # as a donation does
-            state = {name: jax.device_put(put(VALUES[name], x.sharding.spec, on=grid), x.format)
-                     for name, x in state.items()}
+            state = {name: jax.device_put(put(VALUES[name], place.sharding.spec, on=grid), place)
+                     for name, place in formats.items()}
         checkpoint.wait()
         groups = checkpoint._saver._snapshotter._groups
         say(len(groups), *sorted({program.mesh.size for group in groups for program in group}))
@@ -400,3 +401,18 @@ def test_processes_of_one_device_each_save_from_it_alone(tmp_path):
         assert set(loaded) == set(expected)
         for key in expected:
             assert np.ascontiguousarray(loaded[key]).tobytes() == expected[key].tobytes(), (name, key)
+
+
+@pytest.mark.parametrize("enable", [True, False])
+def test_one_replica_a_process_is_not_its_first_device(tmp_path, enable):
+    script = f"""
+    grid = Mesh(np.array(jax.devices())[[[0, 2], [3, 1]]], ("x", "y"))  # rows: shards; columns: replicas
+    values = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    with rps.CheckpointCallback(dict(directory=sys.argv[1], save_interval_steps=1,
+                                     replica_parallel=dict(enable={enable}, min_slice_bytes=1))) as checkpoint:
+        for step in (1, 2):
+            checkpoint(step, {{"w": put(values * step, P("x"), on=grid)}})
+    """
+    run(script, 2, devices=2, args=[str(tmp_path / "run")])
+    values = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    assert rps.load(tmp_path / "run")["w"].tobytes() == (values * 2).tobytes()

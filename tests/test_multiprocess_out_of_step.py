@@ -394,7 +394,7 @@ def test_under_a_budget_all_processes_save_in_the_same_groups(tmp_path):
         checkpoint.wait()
         say(checkpoint._saver._snapshotter.groups)
     """)
-    results = run(text, 2, args=[str(tmp_path), "60"])
+    results = run(text, 2, devices=2, args=[str(tmp_path), "60"])
     assert results[0].said == results[1].said
     assert int(results[0].said[0]) > 1
     values = np.arange(64, dtype=np.float32).reshape(8, 8)
