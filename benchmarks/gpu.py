@@ -29,6 +29,7 @@ import numpy as np
 import flax_rpsave
 from benchmarks import limits, peers, run, states
 from benchmarks.tables import NOTHING, Results, spread, table
+from benchmarks.targets import verdict, verdicts
 from flax_rpsave.leaves import flatten
 from flax_rpsave.snapshot import Snapshotter
 
@@ -42,6 +43,8 @@ CASES = {
 PEERS = ("orbax_default", "orbax_tuned", "rpsave")
 """In the order of what they are thought to need of the device's memory: see `measure_saves`."""
 _LINK_NBYTES = 1 << 30
+_PCIE_LANE_GB_PER_SEC = {"1": 0.25, "2": 0.5, "3": 0.985, "4": 1.969, "5": 3.938, "6": 7.563}
+"""Of one direction, by generation, encoding subtracted."""
 
 
 def seconds(work: Callable[[], Any], repeats: int) -> list[float]:
@@ -93,15 +96,16 @@ def link_limits(nbytes: int, repeats: int) -> dict[str, list[float]]:
 
 
 def link() -> str | None:
-    """What connects the first GPU to the host, in nvidia-smi's words; None where it does not say that."""
+    """What connects the first GPU to the host, and its nominal bandwidth; None where nvidia-smi does not say that."""
     query = "--query-gpu=name,pcie.link.gen.current,pcie.link.width.current"
     try:
         command = ["nvidia-smi", query, "--format=csv,noheader"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         name, generation, width = done.stdout.splitlines()[0].split(", ")
-    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
+        speed = _PCIE_LANE_GB_PER_SEC[generation] * int(width)
+    except (OSError, subprocess.CalledProcessError, LookupError, ValueError):
         return None
-    return f"{name}, PCIe {generation} x{width}"
+    return f"{name}, PCIe {generation} x{width}: {speed:.1f} GB/s"
 
 
 def snapshot_to_host(state: PyTree, repeats: int) -> list[float]:
@@ -280,9 +284,18 @@ def section(results: Results) -> list[str]:
             "loop step ÷ quiet step, mean",
             "device memory over state, GB",
         ]
+        ours = found["peers"]["rpsave"]
+        links_to_host = [speed for name, speed in result["link_gb_per_sec"].items() if name != "to device"]
+        fastest = max(map(statistics.median, links_to_host))
+        judged = verdicts(
+            [
+                verdict("blocking", "a copy on the device", ours["blocking_secs"], found["device_copy_secs"], None),
+                verdict("a snapshot to host", "the fastest link", found["to_host_secs"], [gigabytes / fastest], None),
+            ]
+        )
         turns = len(next(iter(found["peers"].values()))["commit_secs"])
         lines += [f"**{title}, {gigabytes:.3f} GB, R = 1 ({turns} turns; medians, min–max)**", ""]
-        lines += [*table(["", *headings], rows), ""]
+        lines += [*judged, "", *table(["", *headings], rows), ""]
     return lines
 
 

@@ -32,17 +32,19 @@ _TOGETHER: Mapping[str, Callable[[list], Any]] = {
 }
 
 
-def interpreter(requirements: Sequence[str]) -> str:
+def interpreter(requirements: Sequence[str], *, make: bool = True) -> str:
     """The Python of an environment that has `requirements`, made once; without any it is this Python.
 
     Raises:
-        RuntimeError: they cannot be installed here.
+        RuntimeError: they cannot be installed here, or are not, and nothing is to be made.
     """
     if not requirements:
         return sys.executable
     environment = ROOT / f".venv-{requirements[0].replace('==', '-')}"
     installed = environment / ".installed"
     if not installed.exists():
+        if not make:
+            raise RuntimeError(f"{environment.name} is not there; it is made where --peers names this peer")
         print(f"installing {' '.join(requirements)} into {environment.name}", flush=True)
         python = str(environment / "bin" / "python")
         for command in (

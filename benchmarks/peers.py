@@ -263,6 +263,8 @@ OTHERS = [
     name for name, entry in PEERS.items() if entry.program == "benchmarks.trial" and not name.startswith("rpsave")
 ]
 """Those that run in this environment and are not this project."""
+ELSEWHERE = [name for name, entry in PEERS.items() if entry.requirements]
+"""Those that run in an environment of their own."""
 MODES = [
     "rpsave",
     "rpsave_budget_half",

@@ -88,6 +88,7 @@ def case_section(results: Results, name: str) -> list[str]:
     rows = [target.row(results, name) for target in TARGETS.get(name, ())]
     if name == modes.CASE:
         rows += modes.budget_rows(results)
+    rows += restore_costs.verdicts(results, name)
     if judged := verdicts(rows):
         lines += [*judged, ""]
     if saved(results, name):

@@ -368,7 +368,7 @@ def compiled(plan: SavePlan, program: Program, leaves: Sequence[Leaf]) -> tuple[
         return make.lower().compile(), copy.lower(staging, _abstract_arguments(program, leaves)).compile()
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=8)  # each holds what JAX traced and compiled: megabytes, should shapes change at each save
 def _jitted(
     mesh: Mesh, replica_axes: tuple[str, ...], specs: tuple[Any, ...], recipe: tuple[Any, ...], compared: Sequence[int]
 ) -> Any:

@@ -224,14 +224,19 @@ class SavePlan:
 
     @functools.cached_property
     def leaf_digests(self) -> list[str]:
-        """A short digest of each leaf and its slices: equal in all processes that see the same state."""
+        """A short digest of each leaf and its chunks: equal in all processes that see the same state."""
         digests = []
         for leaf in self.leaves:
             layout = leaf.layout
             mesh = layout.mesh and (layout.mesh.axes, layout.mesh.device_ids)
             text = repr((layout.name, layout.shape, layout.dtype.name, layout.spec, leaf.chunk_shape, mesh))
-            digests.append(hashlib.sha256(text.encode() + leaf.owners.tobytes()).hexdigest()[:12])
+            digests.append(hashlib.sha256(text.encode()).hexdigest()[:12])
         return digests
+
+    @functools.cached_property
+    def owners_digest(self) -> str:
+        """A digest of who saves what: who saves a slice of a leaf depends on the other leaves, too."""
+        return hashlib.sha256(b"".join(leaf.owners.tobytes() for leaf in self.leaves)).hexdigest()
 
     @property
     def device_balance(self) -> float:

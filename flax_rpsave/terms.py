@@ -28,7 +28,7 @@ def terms_of(plan: SavePlan, config: CheckpointConfig, item: str | None, *, has_
     for block in _BLOCKS:
         settings |= {f"checkpoint.{block}.{key}": value for key, value in values.pop(block).items()}
     settings |= {f"checkpoint.{name}": value for name, value in values.items() if name not in _OWN}
-    return {"settings": settings, "leaves": plan.leaf_digests}
+    return {"settings": settings, "leaves": plan.leaf_digests, "owners": plan.owners_digest}
 
 
 def check(process: int, own: Terms, first: Terms, plan: SavePlan) -> None:
@@ -47,6 +47,8 @@ def check(process: int, own: Terms, first: Terms, plan: SavePlan) -> None:
         raise SaveError(f"process {process} has another configuration than process 0: {'; '.join(differing)}")
     mine, others = own["leaves"], first["leaves"]
     if mine == others:
+        if own["owners"] != first["owners"]:
+            raise SaveError(f"process {process} has the state of process 0, but plans to save other slices of it")
         return
     i = next((i for i, (a, b) in enumerate(zip(mine, others, strict=False)) if a != b), min(len(mine), len(others)))
     here = f"there it is {_described(plan.leaves[i].layout)}" if i < len(mine) else "which it does not have"

@@ -1,6 +1,7 @@
 """What the encoder of OCDBT databases writes, TensorStore reads, lists and merges."""
 
 import pathlib
+import random
 import tempfile
 
 import hypothesis
@@ -50,7 +51,8 @@ def write(directory, entries, **options):
 
 
 def read(store):
-    return {key: store.read(key).result().value for key in store.list().result()}
+    reading = {key: store.read(key) for key in store.list().result()}
+    return {key: read.result().value for key, read in reading.items()}
 
 
 def root_of(directory):
@@ -94,6 +96,36 @@ def test_encoded_databases_are_merged_also_with_those_of_tensorstore(contents, m
                 write(part, sorted(content.items()), max_node_nbytes=max_node_nbytes)
             expected |= {key: bytes_of(value) for key, value in content.items()}
         assert read(commit.merge(item, len(contents), context)) == expected
+
+
+@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.given(
+    magnitude=st.floats(0, 5),
+    shared=st.integers(0, 60_000),
+    node=st.integers(6, 23),
+    processes=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+@hypothesis.example(magnitude=5, shared=40, node=13, processes=2, seed=0)
+def test_databases_of_1_to_100_000_keys_are_read_whole_and_merged(magnitude, shared, node, processes, seed):
+    rng, count = random.Random(seed), int(10**magnitude)
+    prefix = b"p" * min(shared, 10_000_000 // count)
+    with tempfile.TemporaryDirectory() as root:
+        item, context, expected = FileDirectory(pathlib.Path(root)), new_context(), {}
+        for process in range(processes):
+            content = {}
+            for _ in range(-(-count // processes)):
+                key = prefix + b"%d" % process + rng.randbytes(rng.randint(0, 8))
+                inline = rng.random() < 0.5
+                content[key] = (
+                    rng.randbytes(rng.randint(0, 60))
+                    if inline
+                    else ocdbt.Location(rng.choice(FILES), rng.randint(0, 500), rng.randint(0, 500))
+                )
+            part = item / f"{commit.PROCESS_DATABASE}{process}"
+            write(part, sorted(content.items()), max_node_nbytes=max(2**node, len(prefix)))
+            expected |= {key: bytes_of(value) for key, value in content.items()}
+        assert read(commit.merge(item, processes, context)) == expected
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import flax_rpsave as rps
+from flax_rpsave import host_memory
 from tests import faults
 from tests.faults.runs import config
 from tests.faults.sizes import SIZES
@@ -40,6 +41,20 @@ def test_nothing_grows_with_the_number_of_saves(tmp_path, each_engine, record_pr
     record_property("saves of one run", SIZES.saves)
     record_property("memory grown, MB", round(grown / 1e6, 1))
     assert grown < 5 * nbytes  # were a part of a state kept each time, 20 saves would show a quarter of one
+
+
+def test_states_of_ever_new_shapes_leave_little_behind(tmp_path):
+    """Each makes JAX trace and compile programs, 3 MB of them; the last few are kept."""
+    sharding, warm = on(mesh_of((2,))), 20
+    with rps.CheckpointCallback(config(tmp_path / "run", max_to_keep=1)) as checkpoint:
+        for step in range(1, warm + 31):
+            checkpoint(step, {"w": jax.device_put(np.ones((64, 100 + step), np.float32), sharding)})
+            checkpoint.wait()
+            if step == warm:
+                host_memory.give_back()
+                memory = resident_nbytes()
+    host_memory.give_back()
+    assert resident_nbytes() - memory < 30_000_000
 
 
 UNDER_A_BUDGET = """
