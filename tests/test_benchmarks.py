@@ -462,9 +462,9 @@ def test_what_is_given_counts_before_the_preset_the_case_and_the_general_default
     def settled(case, *arguments):
         return run.settings(run.parse(arguments), states.CASES[case])
 
-    assert settled("small_leaves").saves == 1
+    assert settled("gpt2_small_restores").saves == 1
     assert settled("gpt2_small").saves == 3
-    assert settled("small_leaves", "--saves", "2").saves == 2
+    assert settled("gpt2_small_restores", "--saves", "2").saves == 2
     assert settled("train_loop", "--quick").peers == ["rpsave", "orbax_default"]
     assert settled("gpt2_small").soak_saves == 50
     assert settled("gpt2_small", "--case", "gpt2_small").soak_saves == 0

@@ -98,7 +98,7 @@ def test_encoded_databases_are_merged_also_with_those_of_tensorstore(contents, m
         assert read(commit.merge(item, len(contents), context)) == expected
 
 
-@hypothesis.settings(max_examples=15, deadline=None)
+@hypothesis.settings(max_examples=6, deadline=None)
 @hypothesis.given(
     magnitude=st.floats(0, 5),
     shared=st.integers(0, 60_000),
