@@ -28,7 +28,7 @@ def measure(directory: Path, nbytes: int, processes: int = 1) -> Limits:
     """Measures every limit for `nbytes` (raw writes and reads: rounded up to pages); leaves nothing in `directory`.
 
     Each way to read has a file of its own, which nobody has read before and, if possible, was written in the same way.
-    What as many threads as `processes` copy at once, each an equal part, stands beside what one copies.
+    With several `processes` as many threads also copy at once, each an equal part.
     """
     limits = _copies(nbytes, processes)
     first, second = directory / "limits-1.bin", directory / "limits-2.bin"

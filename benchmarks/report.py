@@ -64,9 +64,10 @@ def limits_table(results: Results, case: str) -> list[str]:
 def failures(results: Results) -> list[str]:
     """What a reader must know before the tables: trials that failed, restores that were not bit-equal."""
     found = [
-        f"**{trial['kind']} by {trial['peer']} failed in round {trial['round'] + 1}: {trial['error'].splitlines()[0]}**"
+        f"**{trial['kind']} by {trial['peer']} failed in round {trial['round'] + 1}: {reason}**"
         for trial in results["trials"]
         if trial["error"]
+        for reason in [trial["error"].splitlines()[0].rstrip(": ")]
     ]
     for case in results["cases"].values():
         found += [f"**{PEERS[peer].label} was left out: {reason}**" for peer, reason in case.get("absent", {}).items()]

@@ -7,7 +7,7 @@ from benchmarks.peers import PEERS
 from benchmarks.tables import NOTHING, Results, spread, table, trials
 from benchmarks.targets import verdict
 
-_TARGETS = (restores.SAME, restores.OTHER, restores.ONE)
+_ONTO = (restores.SAME, restores.OTHER, restores.ONE)
 
 
 def verdicts(results: Results, case: str) -> list[list[str]]:
@@ -23,7 +23,7 @@ def verdicts(results: Results, case: str) -> list[list[str]]:
         )
         for variant in restores.VARIANTS
     ]
-    for target in _TARGETS:
+    for target in _ONTO:
         secs = [run["place_secs"] for run in _placements(results, case, "rpsave", target)]
         rows.append(verdict(f"placing, onto {target}", "a memcpy of the state", secs, _copies(results, case), 1 / 0.8))
     return rows
@@ -43,7 +43,7 @@ def tables(results: Results, case: str) -> list[tuple[str, list[str]]]:
     speeds = [gigabytes / secs for secs in copies]
     placing = [["memcpy of the state", NOTHING, NOTHING, spread(copies, 3), spread(speeds, 2), NOTHING]]
     for peer in measured:
-        for target in _TARGETS:
+        for target in _ONTO:
             if found := _placements(results, case, peer, target):
                 placing.append(
                     [

@@ -7,8 +7,8 @@
     ./scripts/bench --case gpt2_small --peers rpsave,orbax_rp --rounds 1 --scale 0.1
 
 Round robin: in each round every peer has its turn (another one goes first in each round), and the machine's limits are
-measured before every fourth, so that a noisy spell of the machine hits all of them. `benchmarks.trial` says what a turn
-is.
+measured at its beginning and after every four turns, so that a noisy spell of the machine hits all of them.
+`benchmarks.trial` says what a turn is.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _DEFAULTS = {
     "soak_saves": 50,
     "soak_scale": 0.1,
 }
-_PEERS_A_LIMIT = 4
+_TURNS_A_LIMIT = 4
 _QUICK = {
     "case": ["gpt2_small"],
     "peers": ["rpsave", "orbax_default"],
@@ -171,7 +171,7 @@ class Bench:
         for turn in range(options.rounds):
             first = turn % max(1, len(peers))
             for place, peer in enumerate(peers[first:] + peers[:first]):
-                if not case.throttled and place % _PEERS_A_LIMIT == 0:  # there it is the cards that limit
+                if not case.throttled and place % _TURNS_A_LIMIT == 0:  # there it is the cards that limit
                     self._trials(name, "", turn, options.scale, {"machine": 0})
                 repeats = {
                     kind: options.restores if kind.startswith("restore") else options.saves for kind in case.kinds

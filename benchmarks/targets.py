@@ -24,7 +24,7 @@ _YARDSTICKS = {
     "gigabytes": "the state's GB",
     "memcpy": "a memcpy of the state",
     "memcpy_slices": "a memcpy of its slices by one process alone (that of the state ÷ processes)",
-    "memcpy_at_once": "a memcpy of its slices by as many threads at once",
+    "memcpy_at_once": "a memcpy of its slices by a thread a process, all at once",
     "direct_write": "a raw O_DIRECT write of it",
     "direct_read": "a raw O_DIRECT read of it",
     "buffered_read_cold": "a raw read of it, cold, through the page cache",

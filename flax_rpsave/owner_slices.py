@@ -368,7 +368,7 @@ def compiled(plan: SavePlan, program: Program, leaves: Sequence[Leaf]) -> tuple[
         return make.lower().compile(), copy.lower(staging, _abstract_arguments(program, leaves)).compile()
 
 
-@functools.lru_cache(maxsize=8)  # each holds what JAX traced and compiled: megabytes, should shapes change at each save
+@functools.lru_cache(maxsize=64)  # a state of 32,768 leaves; each holds what JAX traced and compiled: megabytes
 def _jitted(
     mesh: Mesh, replica_axes: tuple[str, ...], specs: tuple[Any, ...], recipe: tuple[Any, ...], compared: Sequence[int]
 ) -> Any:
@@ -417,5 +417,5 @@ def _copied(shape: tuple[int, ...], packed: bool, copies: Any, replica: Any, lea
 
 
 def _of_replica(numbers: Sequence[int], replica: Any) -> Any:
-    """Of numbers, one for each replica, that of one; a constant where all are equal: it compiles in less time."""
+    """The number of this replica, of one for each; a constant where all are equal, which compiles in less time."""
     return np.int32(numbers[0]) if len(set(numbers)) == 1 else jnp.array(numbers, jnp.int32)[replica]

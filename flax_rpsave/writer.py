@@ -328,6 +328,7 @@ class Writer:
     ):
         self._group = group
         self._engines = Engines()
+        self._plan: SavePlan | None = None  # of the last save
         self.stats: SaveStats | None = None
         self.damaged: dict[int, Directory] = {}
         self._cleaner = cleaner
@@ -416,7 +417,7 @@ class Writer:
     def _save(self, run: SaveRun, helper: Helper | None) -> None:
         if self._cleaner is not None:
             self._cleaner.before(run.request.nonce)
-        before = self.stats
+        engine_before = None if self.stats is None else self.stats.engine
         try:
             self.stats = run.execute(helper)
         except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
@@ -424,14 +425,13 @@ class Writer:
                 self._error = error
                 logger.error("step %d was not saved: %s", run.request.step, error)
             return
-        if before is None:
-            host_memory.give_back()  # what later saves do without
+        if run.request.plan is not self._plan:  # so it was compiled, and the next saves do without what that took
+            self._plan = run.request.plan
+            host_memory.give_back()
         self.damaged.pop(run.request.step, None)  # saved again, and moved aside
         if self._group.decides:
             self._after_commit(run.request, self.stats)
-        elif (
-            before is None or self.stats.engine != before.engine
-        ):  # what process 0 says of each commit is of its own engine
+        elif self.stats.engine != engine_before:  # what process 0 says of each commit is of its own engine
             logger.info("step %d: process %d wrote by %s", run.request.step, self._group.process, self.stats.engine)
 
     def _settle(self, request: SaveRequest) -> None:

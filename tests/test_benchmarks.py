@@ -640,7 +640,7 @@ def test_torch_saves_the_same_bytes_and_restores_them(tmp_path):
     case, name = "gpt2_small_2_processes", "torch_dcp_async"
     environment = ROOT / f".venv-{peers.PEERS[name].requirements[0].replace('==', '-')}"
     if not environment.exists():
-        pytest.skip(f"{environment.name} is made by the first benchmark that asks for torch")
+        pytest.skip(f"{environment.name} is made by a benchmark whose --peers names torch")
     found = bench(tmp_path, "--case", case, "--peers", name, *TINY)
     ran = {trial["kind"]: trial for trial in found["trials"]}
     assert ran["save"]["saves"][-1]["stored_bytes"] >= found["cases"][case]["state_bytes"]
