@@ -65,6 +65,7 @@ print(*[grown_nbytes(range(6 + k * kept, 6 + (k + 1) * kept)) for k in range(2)]
 """
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="JAX keeps half a megabyte of each program itself")
 def test_programs_of_former_states_are_forgotten():
     """Were they not, states whose shapes change at each save would fill memory."""
     done = faults.run_python(NEW_SHAPES)
