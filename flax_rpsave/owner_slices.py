@@ -154,7 +154,7 @@ def _cut_programs(
         return
     replicas, replica = math.prod(mesh.shape[a] for a in axes), None
     layout = plan.leaves[members[0]].layout
-    if mesh.size > 1 and layout.mesh is not None and max(Counter(layout.mesh.processes).values()) == 1:
+    if mesh.size > 1 and layout.mesh is not None and most_of_a_process(layout.mesh.processes) == 1:
         (device,) = mesh.local_devices
         mesh, axes = Mesh(np.array(device, ndmin=mesh.devices.ndim), mesh.axis_names), ()
         replica, _ = layout.place(device.id)
@@ -255,7 +255,7 @@ def group_by_budget(programs: Sequence[Program], max_nbytes: int | None, begun: 
     groups: list[list[Program]] = [[] for _ in begun]
     room = max_nbytes - begun[-1]
     for program in programs:
-        copies = most_of_a_process(program.mesh.devices.flat)
+        copies = most_of_a_process(device.process_index for device in program.mesh.devices.flat)
         part: Program | None = None  # what of this program is in the last group
         left = list(program.compared)  # each is fingerprinted with the first of its slices
         batches: list[tuple[Output, ...]] = [(output,) for output in program.outputs]
@@ -276,9 +276,9 @@ def group_by_budget(programs: Sequence[Program], max_nbytes: int | None, begun: 
     return groups
 
 
-def most_of_a_process(devices: Iterable[jax.Device]) -> int:
-    """How many of the devices the process has that has most of them."""
-    return max(Counter(device.process_index for device in devices).values())
+def most_of_a_process(processes: Iterable[int]) -> int:
+    """Of devices, each told by its process, how many the process has that has most of them."""
+    return max(Counter(processes).values())
 
 
 def memory_layouts(program: Program, arrays: Sequence[Any]) -> tuple[Layout | None, ...]:

@@ -146,7 +146,7 @@ class Snapshotter:
         """(bytes in one process, index of a leaf in it) of the largest copy that cannot be divided between groups."""
         copies = [(nbytes, i) for i, nbytes in self._host_nbytes.items()]
         for program in itertools.chain(*self._groups):
-            devices = most_of_a_process(program.mesh.devices.flat)
+            devices = most_of_a_process(device.process_index for device in program.mesh.devices.flat)
             copies += [
                 (output.nbytes * devices, next(filter(None, output.items))[0].leaf) for output in program.outputs
             ]

@@ -417,7 +417,7 @@ class Writer:
     def _save(self, run: SaveRun, helper: Helper | None) -> None:
         if self._cleaner is not None:
             self._cleaner.before(run.request.nonce)
-        engine_before = None if self.stats is None else self.stats.engine
+        engine_before = self.stats.engine if self.stats is not None else None
         try:
             self.stats = run.execute(helper)
         except BaseException as error:  # noqa: BLE001 - kept for the loop's thread, whatever it is
