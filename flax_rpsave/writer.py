@@ -47,6 +47,8 @@ from flax_rpsave.store import data_key, database, index_key, new_context, open_d
 
 logger = logging.getLogger("flax_rpsave")
 
+_SAVES_PER_GIVE_BACK = 16  # it takes some 10 ms, in the background
+
 
 @dataclass(frozen=True)
 class SaveStats:
@@ -329,6 +331,7 @@ class Writer:
         self._group = group
         self._engines = Engines()
         self._plan: SavePlan | None = None  # of the last save
+        self._saves_since_give_back = 0
         self.stats: SaveStats | None = None
         self.damaged: dict[int, Directory] = {}
         self._cleaner = cleaner
@@ -425,8 +428,10 @@ class Writer:
                 self._error = error
                 logger.error("step %d was not saved: %s", run.request.step, error)
             return
-        if run.request.plan is not self._plan:  # so it was compiled, and the next saves do without what that took
-            self._plan = run.request.plan
+        self._saves_since_give_back += 1
+        # A new plan was compiled, and the next saves do without what that took; of others malloc keeps a little each.
+        if run.request.plan is not self._plan or self._saves_since_give_back == _SAVES_PER_GIVE_BACK:
+            self._plan, self._saves_since_give_back = run.request.plan, 0
             host_memory.give_back()
         self.damaged.pop(run.request.step, None)  # saved again, and moved aside
         if self._group.decides:
