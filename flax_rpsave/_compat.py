@@ -36,6 +36,11 @@ def shard_addresses(array: Any) -> list[int]:
     return [buffer.unsafe_buffer_pointer() for buffer in array._arrays[:2]]
 
 
+def has_preemption_service() -> bool:
+    """Whether JAX's preemption service runs, without which its public function raises a bare `RuntimeError`."""
+    return _distributed.global_state.preemption_sync_manager is not None
+
+
 def coordination_client() -> Any:
     """The client of the coordination service that `jax.distributed` runs; None in a program of one process.
 

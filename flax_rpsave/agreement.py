@@ -104,6 +104,15 @@ class Group:
         except jax.errors.JaxRuntimeError as error:
             logger.debug("the other processes could not be told that this one leaves: %s", error)
 
+    @contextlib.contextmanager
+    def left_on_error(self, what: str) -> Iterator[None]:
+        """Runs a block without which this process takes no part; where it fails, the others hear why."""
+        try:
+            yield
+        except BaseException as error:
+            self.leave(f"{what}: {error}")
+            raise
+
     def absent(self) -> dict[int, str]:
         """The processes that take no part, as far as they have come, and why."""
         found = _compat.coordination_client().key_value_dir_get(f"{self._name}/absent/")

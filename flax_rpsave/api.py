@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import tensorstore as ts
 
 from flax_rpsave import commit
+from flax_rpsave.agreement import Group
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory, explained, open_directory
 from flax_rpsave.documents import TreeEntry
@@ -33,7 +34,7 @@ from flax_rpsave.store import new_context
 from flax_rpsave.stored import Stored, open_checkpoint
 from flax_rpsave.writer import forget
 
-_EMPTY: Mapping[str, Any] = {"None": None, "Dict": {}, "List": [], "Tuple": (), "NamedTuple": None}
+_EMPTY: Mapping[str, type] = {"None": type(None), "Dict": dict, "List": list, "Tuple": tuple, "NamedTuple": type(None)}
 
 
 def plan(state: Any, config: CheckpointConfig | Mapping[str, Any] | None = None) -> SavePlan:
@@ -69,11 +70,14 @@ def save(
       RPSaveError: This is inside a function that is being traced.
     """
     check_outside_of_tracing("save")
-    final = open_directory(path, new_context())
-    with explained(f"{final} was not saved", SaveError):
-        if final.exists() and not commit.is_leftover(final):
-            raise StepOrderError(f"{final} exists already and is not overwritten")
-    saver = Saver(_config(config), None)
+    settings = _config(config)
+    group = Group(settings.commit_timeout_secs)
+    with group.left_on_error("its save could not begin"):
+        final = open_directory(path, new_context())
+        with explained(f"{final} was not saved", SaveError):
+            if final.exists() and not commit.is_leftover(final):
+                raise StepOrderError(f"{final} exists already and is not overwritten")
+        saver = Saver(settings, group, None)
     try:
         with saver.writer.announced(0):
             saver.save(
@@ -138,8 +142,9 @@ def load(
         leaves, structure = flatten(target)
         return Fit(stored, leaves, structure, entries=entries, dtype=dtype, sharding=sharding).finish()
     values: dict[str, Any] = {}
-    for name, array in stored.read(stored.open_arrays([entry for entry in entries if entry.is_array])):
-        values[name] = cast(array, dtype) if sharding is None else put(cast(array, dtype), sharding, name)
+    with jax.transfer_guard("allow"):  # the caller's is about what its loop transfers
+        for name, array in stored.read(stored.open_arrays([entry for entry in entries if entry.is_array])):
+            values[name] = cast(array, dtype) if sharding is None else put(cast(array, dtype), sharding, name)
     return unflatten_to_dicts(
         [entry.path for entry in entries],
         [entry.key_types for entry in entries],
@@ -191,7 +196,7 @@ def _empty(stored: Stored, entry: TreeEntry) -> Any:
         raise CorruptCheckpointError(
             f"leaf {'/'.join(entry.path)} of {stored.item} is stored as {entry.kind!r}, which cannot be read"
         )
-    return _EMPTY[entry.kind]
+    return _EMPTY[entry.kind]()
 
 
 def _below(stored: Stored, prefix: tuple[str, ...]) -> list[TreeEntry]:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from flax_rpsave import commit, data_state, documents
-from flax_rpsave.agreement import stand_aside
+from flax_rpsave.agreement import Group, stand_aside
 from flax_rpsave.config import CheckpointConfig
 from flax_rpsave.directory import Directory, explained, open_directory
 from flax_rpsave.errors import (
@@ -86,16 +86,14 @@ class CheckpointCallback:
         if not self.config.enabled:
             stand_aside()
             return
-        self._root = open_directory(self.config.directory, new_context())
-        self._saver = saver = Saver(self.config, self._root, on_commit)
-        self._resumer = Resumer(self._root, self.config, saver.group, saver.nonce, data, saver.writer.damaged)
-        try:
+        group = Group(self.config.commit_timeout_secs)
+        with group.left_on_error("its callback could not be made"):
+            self._root = open_directory(self.config.directory, new_context())
+            self._saver = saver = Saver(self.config, group, self._root, on_commit)
+            self._resumer = Resumer(self._root, self.config, group, saver.nonce, data, saver.writer.damaged)
             _check_writable(self._root, saver.nonce)
             if self.config.save_on_preemption:
                 self._watch = PreemptionWatch(self.config.preemption_signals)
-        except BaseException as error:
-            saver.group.leave(f"its callback could not be made: {error}")
-            raise
 
     @property
     def should_stop(self) -> bool:
@@ -402,7 +400,8 @@ def _taken(metrics: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, jax.core.Tracer):
             raise SaveError(f"metric {name!r} is a tracer, which has no value; pass what the traced function returns")
         if isinstance(value, jax.Array) and not value.is_deleted():
-            value.copy_to_host_async()
+            with jax.transfer_guard("allow"):
+                value.copy_to_host_async()
         taken[str(name)] = value.copy() if isinstance(value, np.ndarray) else value
     return taken
 

@@ -36,7 +36,7 @@ class Cleaner:
         self._config = config
         self._cleaned = False
         self._known: set[int] = set()  # committed steps as of this run's last save, or its beginning
-        self._metrics: dict[int, Mapping[str, Any]] = {}  # of those, where a rule asks for them
+        self._metrics: dict[int, Mapping[str, Any] | None] = {}  # of those, where a rule asks for them
         self._given: set[str] = set()  # names of metrics that any step had
         self._checkpoints: set[int] = set()  # those of which it is known that they are
         self._hidden: list[Directory] = []  # no steps any more; their files are still there
@@ -70,22 +70,24 @@ class Cleaner:
             return
         with self._harmless(step):
             there = self._noted_steps(step)
-            sound = {s: name for s, name in there.items() if s == step or (s not in damaged and self._may_go(s, name))}
-            if self._config.keep_best:
-                known = {s: self._metrics[s] for s in sound if s != step and s in self._metrics}
-                read = {s: commit.read_metrics(self._root / name) for s, name in sound.items() if s not in known}
-                self._metrics = known | read
-                self._given.update(*read.values())
+            self._metrics.pop(step, None)  # of a damaged step that this one has replaced
+            known: dict[int, Mapping[str, Any] | None] = {}
+            for s, name in there.items():
+                with self._harmless(step):  # or one directory that cannot be looked at would end all cleaning
+                    if s == step or (s not in damaged and self._may_go(s, name)):
+                        known[s] = self._metrics_of(s, name)
+            self._metrics = known
             doomed = steps_to_delete(
-                {s: self._metrics.get(s) for s in sound},
+                self._metrics,
                 max_to_keep=self._config.max_to_keep,
                 keep_period=self._config.keep_period,
                 keep_best=self._config.keep_best,
             )
             self._warn_of_metric(bool(doomed))
             for s in doomed:
-                self._hidden.append(commit.hide_step(self._root, sound[s], nonce))
-                logger.debug("step %d deleted", s)
+                with self._harmless(step):
+                    self._hidden.append(commit.hide_step(self._root, there[s], nonce))
+                    logger.debug("step %d deleted", s)
 
     def delete_hidden(self, step: int) -> None:
         """Deletes the files of what was hidden, once the others have heard of the commit.
@@ -111,6 +113,15 @@ class Cleaner:
             )  # fmt: skip
         self._known = set(there)
         return there
+
+    def _metrics_of(self, step: int, name: str) -> Mapping[str, Any] | None:
+        """A step's metrics, which are read once; None where no rule asks for them."""
+        if not self._config.keep_best:
+            return None
+        if (metrics := self._metrics.get(step)) is None:
+            metrics = commit.read_metrics(self._root / name)
+            self._given.update(metrics)
+        return metrics
 
     def _may_go(self, step: int, name: str) -> bool:
         """Whether there is a checkpoint in a step's directory: others may have made directories named by numbers."""

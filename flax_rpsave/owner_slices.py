@@ -92,11 +92,6 @@ class Program:
     executables: tuple[Any, Any] | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def local_nbytes(self) -> int:
-        """Staging bytes on the devices of this process."""
-        return sum(output.nbytes for output in self.outputs) * len(self.mesh.local_devices)
-
 
 @contextmanager
 def own_settings(mesh: Mesh) -> Iterator[None]:

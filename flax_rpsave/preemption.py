@@ -1,15 +1,17 @@
 """Whether this run was told that it will be stopped soon.
 
-Alone, a process installs handlers that only note the signal; a handler that stood there before is called too, and
-is put back by `close`. Where it cannot be (another watch was made after this one and still stands, or `close` runs in
-another thread), this one stays and passes signals on. A forked child has the handlers, too, but watches for nothing: a
-data loader's worker ends when it is told to.
+Alone, a process installs handlers that only note the signal. A handler that stood there before is called too (Python's
+own of SIGINT, which would end the loop before it has saved, only from the second signal on), and is put back by
+`close`. Where it cannot be (another watch was made after this one and still stands, or `close` runs in another thread),
+this one stays and passes signals on. A forked child has the handlers, too, but watches for nothing: a data loader's
+worker ends when it is told to.
 
 Where `jax.distributed` runs, its preemption service catches SIGTERM in whichever process gets it, and agrees on a call
 that all processes have yet to reach: there it is polled at every call, by the number of the call (it compares for
 equality, so step numbers that skip would miss it). Calls of all watches are counted together, in the order they have
 in every process, and all that stand when one of them reaches that call are told. No handler is installed for SIGTERM,
-which would disable the service; those of other signals send the process a SIGTERM.
+which would disable the service; those of other signals send the process a SIGTERM. With `jax_enable_preemption_service`
+off, several processes watch for nothing, and say so: they could not agree on a step.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.experimental import multihost_utils
 
 from flax_rpsave import _compat
@@ -47,7 +50,13 @@ class PreemptionWatch:
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
         self._closed = False
-        self._service = signals is not None and _compat.coordination_client() is not None
+        self._service = signals is not None and _compat.has_preemption_service()
+        if signals and not self._service and jax.process_count() > 1:
+            logger.warning(
+                "preemption signals are not watched: jax_enable_preemption_service is off, so the processes could not "
+                "agree on the step to save"
+            )
+            signals = None
         if self._service:
             signals = [name for name in signals or () if name != "SIGTERM"]
         if self._service or signals:
@@ -80,15 +89,17 @@ class PreemptionWatch:
         return not self._closed and number in self._before and os.getpid() == self._process
 
     def _note(self, number: int, frame: Any) -> None:
-        before = self._before.get(number)
+        before, told = self._before.get(number), self.reason is not None
+        watched = any(watch._watches_for(number) for watch in _watches)
         if self._watches_for(number):
             if self._service:
                 os.kill(os.getpid(), signal.SIGTERM)
             else:
                 self.reason = signal.Signals(number).name
-        elif before in (signal.SIG_DFL, None) and not any(watch._watches_for(number) for watch in _watches):
+        elif before in (signal.SIG_DFL, None) and not watched:
             # Nobody watches (any more): the program ends, as it would without us.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if callable(before):
+        # Python's own handler of SIGINT would end the loop before it has saved. A second one is from who will not wait.
+        if callable(before) and (told or not watched or before is not signal.default_int_handler):
             before(number, frame)

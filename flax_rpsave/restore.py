@@ -16,7 +16,7 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -168,18 +168,21 @@ class Fit:
             arrays = self._stored.read(self._arrays)
         else:
             arrays = exchange(self._described(), self._assignment, self._own, process, processes)
-        values: dict[int, Any] = dict(self._strings)
+        with jax.transfer_guard("allow"):  # the caller's is about what its loop transfers
+            return self._structure.rebuild({**self._strings, **dict(self._placed(arrays))})
+
+    def _placed(self, arrays: Iterable[tuple[str, np.ndarray]]) -> Iterator[tuple[int, Any]]:
+        """The leaves' values where the target has them, by position; logs how far that is now and then."""
         began = told = time.monotonic()
-        for count, (name, array) in enumerate(arrays, start=1):
+        for count, (name, array) in enumerate(arrays):
             if (now := time.monotonic()) - told >= _PROGRESS_SECS:
                 told = now
                 logger.info(
                     "restoring %s: %d of %d arrays in %.0f s",
-                    self._stored.directory, count - 1, len(self._arrays), now - began,
+                    self._stored.directory, count, len(self._arrays), now - began,
                 )  # fmt: skip
             position, leaf = self._targets[name]
-            values[position] = place(cast(array, self._dtype), leaf, self._sharding)
-        return self._structure.rebuild(values)
+            yield position, place(cast(array, self._dtype), leaf, self._sharding)
 
     def _described(self) -> dict[str, StoredArray]:
         return {name: describe(array) for name, array in self._arrays.items()}
@@ -242,7 +245,7 @@ def place(values: np.ndarray, leaf: Leaf, sharding: jax.sharding.Sharding | None
     Args:
       values: The stored values.
       leaf: The target's leaf.
-      sharding: In place of the target's.
+      sharding: Where arrays go in place of the target's; a NumPy leaf becomes a `jax.Array` there.
 
     Raises:
       TreeMismatchError: A stored scalar does not fit the target's width: it would change, and is no Python number that
@@ -262,7 +265,7 @@ def place(values: np.ndarray, leaf: Leaf, sharding: jax.sharding.Sharding | None
         values = narrowed
     if leaf.kind == "scalar":
         return values[()]
-    if leaf.kind == "np.ndarray":
+    if leaf.kind == "np.ndarray" and sharding is None:
         return np.asarray(values, dtype=target.dtype, order="C")  # its byte order, too
     if sharding is None and (not isinstance(target, jax.Array) or target.committed):
         sharding = leaf.value.sharding
@@ -276,7 +279,8 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) 
     """An array that can be donated. Each device gets its shard from the host's copy.
 
     Args:
-      values: The global values. Nobody may write to them from here on: CPU devices that hold the same part share it.
+      values: The global values, of which those on this process's devices count. Nobody may write to them from here on:
+        CPU devices that hold the same part share it.
       sharding: Where they go; None: uncommitted, on the default device.
       label: Of the leaf, for errors.
 
@@ -284,8 +288,8 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) 
       TreeMismatchError: The sharding does not fit the shape, or JAX's widest type (without `jax_enable_x64`) does not
         hold the values.
     """
-    values = _as_jax_would(values, label)
     if sharding is None:
+        values = _as_jax_would(values, label)
         return _owned(jax.device_put(values), [values])
     try:
         boxes: Mapping[Any, Any] = sharding.addressable_devices_indices_map(values.shape)
@@ -296,6 +300,8 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) 
     # Where this process has none of the devices, JAX still asks for the whole of what all of them hold.
     wanted = list(boxes.values()) or [(slice(None),) * values.ndim]
     parts = {_bounds(box, values.shape): values[(*box, ...)] for box in wanted}
+    if boxes:  # nothing else has values that count
+        parts = {key: _as_jax_would(part, label) for key, part in parts.items()}
     shared = len(parts) < len(boxes) and _on_cpu(boxes)
     if shared:
         parts = {key: host_memory.aligned(part) for key, part in parts.items()}
@@ -303,7 +309,8 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding | None, label: str) 
     def part(box: Any) -> np.ndarray:
         return parts[_bounds(box, values.shape)]
 
-    array = jax.make_array_from_callback(values.shape, sharding, part, dtype=values.dtype)
+    dtype = jax.dtypes.canonicalize_dtype(values.dtype)
+    array = jax.make_array_from_callback(values.shape, sharding, part, dtype=dtype)
     return array if shared else _owned(array, parts.values())
 
 

@@ -34,6 +34,7 @@ class Saver:
 
     Args:
       config: The configuration.
+      group: The processes that save together.
       root: The run's directory, in which retention deletes; None for a save without a run.
       on_commit: Called with each commit's stats, in the background.
     """
@@ -41,12 +42,13 @@ class Saver:
     def __init__(
         self,
         config: CheckpointConfig,
+        group: Group,
         root: Directory | None,
         on_commit: Callable[[SaveStats], None] | None = None,
     ):
         self.config = config
         self.nonce = secrets.token_hex(4)
-        self.group = Group(config.commit_timeout_secs)
+        self.group = group
         if self.group.decides:
             documents.load_writers()
         cleaner = Cleaner(root, config) if root is not None and self.group.decides else None

@@ -152,11 +152,6 @@ class Snapshotter:
             ]
         return max(copies, default=(0, 0))
 
-    @property
-    def staging_nbytes(self) -> int:
-        """Bytes of staging memory that this process holds while a group is saved."""
-        return max((sum(program.local_nbytes for program in group) for group in self._groups), default=0)
-
     def compile(self) -> None:
         """Compiles what is not compiled yet, and touches the staging memory where it is kept between saves.
 
@@ -181,6 +176,10 @@ class Snapshotter:
           arrays: The values of the leaves.
           group: Which one.
         """
+        with jax.transfer_guard("allow"):  # the caller's is about what its loop transfers
+            return self._take(arrays, group)
+
+    def _take(self, arrays: Sequence[Any], group: int) -> Snapshot:
         taken, taken_fingerprints, awaited = [], [], []
         for program in self._groups[group]:
             may_change = self._may_be_host_memory(program, arrays)  # asked before: the copies take their time
@@ -223,7 +222,8 @@ class Snapshotter:
 
         A CPU device takes aligned NumPy memory as it lies (`device_put`, `jnp.asarray`), and nothing tells such an
         array from others. But its values are there from the beginning: what a step is still computing is no such
-        array. Nor is one whose shards lie apart.
+        array. Nor is one whose shards lie apart, unless one of them comes from an earlier such array: to wait for all
+        that might be like that would double how long a call blocks.
         """
         if program.mesh.devices.flat[0].platform != "cpu":
             return False

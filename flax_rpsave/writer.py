@@ -150,14 +150,14 @@ class SaveRun:
                 return self._execute(helper)
         except BaseException as error:
             self.failed = True
-            if (earlier := self._give_up(error)) is not None:
+            if (earlier := self.give_up(error)) is not None:
                 raise earlier from error
             raise
         finally:
             self._written.release()
 
-    def _give_up(self, error: BaseException) -> SaveError | None:
-        """Tells the others, and removes what was written; returns a failure that came before this one.
+    def give_up(self, error: BaseException) -> SaveError | None:
+        """Tells the others why the save failed, and removes what was written; returns a failure that came before.
 
         Process 0 removes the directory as soon as it knows of a failure, so others that still write fail for that.
         """
@@ -332,6 +332,7 @@ class Writer:
         self._engines = Engines()
         self._plan: SavePlan | None = None  # of the last save
         self._saves_since_give_back = 0
+        self._begun: SaveRun | None = None  # while it has no thread yet
         self.stats: SaveStats | None = None
         self.damaged: dict[int, Directory] = {}
         self._cleaner = cleaner
@@ -351,6 +352,7 @@ class Writer:
             raise SaveError(f"step {request.step}: another save is under way; call the callback from one thread only")
         self._logged = None
         run = SaveRun(request, self._group, self._engines, self._settle)
+        self._begun = run
         helper = None
         _fail_at_exit(self)
         try:
@@ -373,9 +375,11 @@ class Writer:
         try:
             yield
         except BaseException as error:
-            if self._thread is before:
-                self._group.channel(f"step {step}").give_up(error)
+            if self._thread is before:  # else the save itself tells them
+                (self._begun or self._group.channel(f"step {step}")).give_up(error)
             raise
+        finally:
+            self._begun = None
 
     def check_thread(self) -> None:
         """Refuses what waits for a save on the save's own thread, which is that of `on_commit`.
@@ -412,7 +416,8 @@ class Writer:
 
     def _work(self, run: SaveRun, helper: Helper | None) -> None:
         try:
-            self._save(run, helper)
+            with jax.transfer_guard("allow"):  # one for all threads is about the train loop
+                self._save(run, helper)
         finally:
             if helper is not None:
                 helper.end()

@@ -29,6 +29,17 @@ def values_of(state):
     return [leaf.value for leaf in arrays_of(state)]
 
 
+def staging_nbytes(snapshotter):
+    """Bytes of staging memory that this process holds while a group is saved."""
+    return max(
+        (
+            sum(output.nbytes * len(program.mesh.local_devices) for program in group for output in program.outputs)
+            for group in snapshotter._groups
+        ),
+        default=0,
+    )
+
+
 def free_port():
     """A port that nobody listens on, below those that the system gives to outgoing connections.
 

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import flax_rpsave as rps
+from flax_rpsave import cleaning, commit
 from tests import faults
 
 
@@ -665,6 +666,33 @@ def kill_self(number):
     time.sleep(0)  # a point at which Python runs handlers
 
 
+INTERRUPTED = """
+import os, signal, sys, time
+import flax_rpsave as rps
+
+def interrupted():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)  # a point at which Python runs handlers
+    except KeyboardInterrupt:
+        return True
+    return False
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with rps.CheckpointCallback({"directory": sys.argv[1], "preemption_signals": ["SIGINT"]}) as checkpoint:
+    assert not interrupted()
+    assert checkpoint(1, {"w": 1.0}) and checkpoint.should_stop
+    assert interrupted()  # the second one, by who will not wait
+assert interrupted()
+"""
+
+
+def test_a_first_interrupt_that_is_watched_saves_and_a_second_one_interrupts(root):
+    done = faults.run_python(INTERRUPTED, root)
+    assert done.returncode == 0, done.stderr
+    assert names(root) == ["1"]
+
+
 def test_a_signal_before_the_first_call_or_during_a_save_is_not_lost_report_43(root, handled):
     keys = config(root, save_interval_steps=1000, preemption_signals=["SIGUSR1"])
     with rps.CheckpointCallback(keys) as checkpoint:
@@ -1102,6 +1130,29 @@ def test_steps_that_cannot_be_deleted_fail_no_training_report_50(root, caplog, m
         assert "after step 20 failed, tried again later" in caplog.text
         checkpoint(30, state_at(30))
     assert names(root) == ["30"]
+
+
+@pytest.mark.parametrize("call", ["hide_step", "read_metrics", "has_checkpoint"])
+def test_one_step_that_cannot_be_looked_at_or_deleted_keeps_no_other_from_being_deleted(
+    root, caplog, monkeypatch, call
+):
+    train(root, 10)
+    module = cleaning if call == "has_checkpoint" else commit
+    real = getattr(module, call)
+
+    def refused(*args):
+        if str(args[-2 if call == "hide_step" else -1]) in ("10", str(root / "10")):
+            raise PermissionError(13, "Permission denied", str(root / "10"))
+        return real(*args)
+
+    monkeypatch.setattr(module, call, refused)
+    keep_best = {"metric": "loss", "mode": "min", "n": 1}
+    with rps.CheckpointCallback(config(root, max_to_keep=1, keep_best=keep_best)) as checkpoint:
+        checkpoint.resume(state_at(0))
+        for step in (20, 30, 40):
+            checkpoint(step, state_at(step), metrics={"loss": 1 / step})
+    assert names(root) == ["10", "40"]
+    assert "after step 40 failed, tried again later: [Errno 13]" in caplog.text
 
 
 def test_a_directory_that_is_named_by_a_number_and_no_checkpoint_is_never_deleted(root):

@@ -212,6 +212,28 @@ def test_processes_exchange_what_they_read_in_rounds_that_do_not_heed_chunks(tmp
     assert [result.said for result in found] == [["equal"]] * 2
 
 
+def test_each_process_narrows_what_it_holds_whatever_lies_where_it_holds_nothing(tmp_path):
+    """Without 64-bit types JAX takes 64-bit values as 32-bit ones where they fit; the rest of an array is undefined."""
+    with jax.enable_x64(True), rps.CheckpointCallback({"directory": str(tmp_path)}) as checkpoint:
+        assert checkpoint(1, {"w": jax.device_put(np.arange(64).reshape(8, 8), on(mesh_of((8,)), "data"))}, force=True)
+    script = """
+    from flax_rpsave import host_memory
+    empty = host_memory.empty
+    def undefined(shape, dtype):
+        array = empty(shape, dtype)
+        array.reshape(-1).view(np.uint8)[:] = 0x7F
+        return array
+    host_memory.empty = undefined
+    wide = jax.ShapeDtypeStruct((8, 8), np.int64, sharding=NamedSharding(mesh, P("data")))
+    with rps.CheckpointCallback({"directory": sys.argv[1]}) as checkpoint:
+        state, step = checkpoint.resume({"w": wide})
+    (own,) = state["w"].addressable_shards
+    assert (np.asarray(own.data) == np.arange(64).reshape(8, 8)[own.index]).all()
+    say(step, state["w"].dtype)
+    """
+    assert [result.said for result in run(script, 2, args=[str(tmp_path)])] == [["1 int32"]] * 2
+
+
 def test_each_process_gets_its_own_data_state_back(tmp_path):
     script = """
     class Data:

@@ -382,6 +382,59 @@ def test_who_cannot_make_its_callback_is_not_waited_for(tmp_path):
     assert f"process 1 will not take part: its callback could not be made: {why}" in results[0].said[0]
 
 
+@pytest.mark.parametrize("taken", [0, 1])
+def test_who_finds_its_path_taken_is_not_waited_for_and_the_next_save_meets(tmp_path, taken):
+    text = script("""
+    if process == int(sys.argv[3]):
+        os.makedirs(f"{directory()}/{process}")
+    told(lambda: rps.save(f"{directory()}/{process}", make(1), config={"commit_timeout_secs": 6000}))
+    meet("ended")
+    rps.save(f"{directory()}/next", make(2))
+    """)
+    results = run(text, 2, args=[str(tmp_path), "6000", str(taken)])
+    assert f"process {taken} will not take part: its save could not begin" in results[1 - taken].said[0]
+    assert all("exists already and is not overwritten" in result.said[0] for result in results)
+    assert rps.load(tmp_path / "next").keys() == {"w", "b"}
+
+
+@pytest.mark.parametrize("unlucky", [0, 1])
+def test_who_has_no_thread_for_a_save_is_not_waited_for_and_the_next_try_meets(tmp_path, unlucky):
+    text = script("""
+    import threading
+    start, refused = threading.Thread.start, []
+    def refuse(thread):
+        if thread.name == "rpsave-1" and process == int(sys.argv[3]) and not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+    threading.Thread.start = refuse
+    with rps.CheckpointCallback(config) as checkpoint:
+        def save():
+            checkpoint(1, make(1), force=True)
+            checkpoint.wait()
+        told(save)
+        meet("told")
+        save()
+        say(checkpoint.all_steps())
+    """)
+    results = run(text, 2, args=[str(tmp_path), "6000", str(unlucky)])
+    for result in results:
+        assert "can't start new thread" in result.said[0]
+        assert result.said[1] == "[1]"
+
+
+def test_without_the_preemption_service_no_signal_is_watched_and_saves_go_on(tmp_path):
+    text = script("""
+    with rps.CheckpointCallback(config) as checkpoint:
+        checkpoint(1, make(1))
+        checkpoint.wait()
+        say(checkpoint.all_steps(), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+    """)
+    for result in run(text, 2, args=[str(tmp_path), "60"], env={"JAX_ENABLE_PREEMPTION_SERVICE": "0"}):
+        assert result.said == ["[1] True"]
+        assert "preemption signals are not watched: jax_enable_preemption_service is off" in result.output
+
+
 def test_under_a_budget_all_processes_save_in_the_same_groups(tmp_path):
     """Also where only process 0 has host values to copy."""
     text = script("""

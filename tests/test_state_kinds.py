@@ -1089,6 +1089,40 @@ def test_serving_on_one_device_in_bf16_from_a_run_saved_on_many(run_of_two_steps
     assert_same_tree(placed, served)
 
 
+def test_a_sharding_places_numpy_leaves_of_the_target_too(tmp_path):
+    everywhere = on(mesh_of((8,)))
+    rps.save(tmp_path / "c", {"w": np.arange(4, dtype=np.float32), "n": 3})
+    found = rps.load(tmp_path / "c", {"w": np.zeros(4, np.float32), "n": 0}, sharding=everywhere)
+    assert found["w"].sharding == everywhere
+    assert (found["w"] == np.arange(4)).all()
+    assert found["n"] == 3
+
+
+def test_a_guard_against_transfers_does_not_matter(tmp_path):
+    state = {"w": jax.device_put(np.arange(8.0, dtype=np.float32), on(mesh_of((8,)))), "n": 3}
+    loss = state["w"][0]
+    with jax.transfer_guard("disallow"):
+        with rps.CheckpointCallback({"directory": tmp_path}) as checkpoint:
+            assert checkpoint(1, state, metrics={"loss": loss}, force=True)
+            checkpoint.wait()
+            resumed, _ = checkpoint.resume(state)
+        loaded = rps.load(tmp_path, sharding=state["w"].sharding)
+        targeted = rps.load(tmp_path, state)
+    for found in (resumed, loaded, targeted):
+        assert (np.asarray(found["w"]) == np.arange(8)).all()
+        assert found["n"] == 3
+
+
+def test_each_empty_node_that_is_loaded_is_the_callers_own(tmp_path):
+    rps.save(tmp_path / "c", {"w": np.zeros(4), "a": {}, "b": {}, "c": [], "d": []})
+    first = rps.load(tmp_path / "c")
+    first["a"]["x"] = 1
+    first["c"].append(1)
+    assert (first["b"], first["d"]) == ({}, [])
+    second = rps.load(tmp_path / "c")
+    assert [second[key] for key in "abcd"] == [{}, {}, [], []]
+
+
 def test_a_sharding_does_not_narrow_values_in_silence(tmp_path):
     """A 64-bit host value that JAX cannot hold is an error; a small one, such as a Python step, becomes an int32."""
     everywhere = on(mesh_of((8,)))
