@@ -360,8 +360,9 @@ def _as_jax_would(values: np.ndarray, label: str) -> np.ndarray:
         return values
     narrowed = _narrowed(values, dtype)
     if narrowed is None or (values.ndim and not _same(narrowed, values)):
+        or_cast = ", or cast it with dtype=" if _cast_dtype(values.dtype, dtype) == dtype else ""
         raise TreeMismatchError(
             f"{label}: the stored {values.dtype.name} values do not fit into {dtype.name}, the widest of JAX without "
-            "jax_enable_x64; set that, load to the host (no sharding), or cast floats with dtype="
+            f"jax_enable_x64; set that, or load to the host (no sharding){or_cast}"
         )
     return narrowed

@@ -338,13 +338,16 @@ class Writer:
         self._cleaner = cleaner
         self._on_commit = on_commit
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
         self._error: BaseException | None = None
         self._logged: BaseException | None = None  # of the last save: told by the log alone
 
     @property
     def running(self) -> bool:
         """Whether a save is under way."""
-        return self._thread is not None and self._thread.is_alive()
+        # Not `is_alive`: CPython before 3.13 takes a thread for ended whose `join` was interrupted. Nor the event
+        # alone: in a forked child no thread of its parent's runs.
+        return not self._ended.is_set() and self._thread in threading.enumerate()
 
     def start(self, request: SaveRequest) -> SaveRun:
         """Begins a save; the one before must have ended."""
@@ -358,6 +361,7 @@ class Writer:
         try:
             helper = self._engines.helper(request.final, request.config.storage, f"rpsave-{request.step}-helper")
             thread = threading.Thread(target=self._work, args=(run, helper), name=f"rpsave-{request.step}")
+            self._ended.clear()
             thread.start()
         except RuntimeError as error:  # the interpreter exits, or the system has no thread left
             if helper is not None:
@@ -398,6 +402,8 @@ class Writer:
         if self._thread is None:
             return 0.0
         begun = time.perf_counter()
+        if self.running:
+            self._ended.wait()
         self._thread.join()
         return time.perf_counter() - begun
 
@@ -421,6 +427,7 @@ class Writer:
         finally:
             if helper is not None:
                 helper.end()
+            self._ended.set()
 
     def _save(self, run: SaveRun, helper: Helper | None) -> None:
         if self._cleaner is not None:

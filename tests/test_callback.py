@@ -687,6 +687,33 @@ assert interrupted()
 """
 
 
+INTERRUPTED_WAIT = """
+import os, signal, sys, threading
+import flax_rpsave as rps
+from tests import faults
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with faults.gated_writer() as gate:
+    def interrupt():
+        gate.wait_reached()
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Timer(0.5, gate.open).start()
+
+    threading.Thread(target=interrupt).start()
+    try:
+        with rps.CheckpointCallback({"directory": sys.argv[1], "async_save": False}) as checkpoint:
+            checkpoint(1, {"w": 1.0}, force=True)
+    except KeyboardInterrupt:
+        print(os.listdir(sys.argv[1]))
+"""
+
+
+def test_an_interrupt_while_a_call_waits_for_its_save_does_not_keep_the_end_of_the_block_from_waiting(root):
+    done = faults.run_python(INTERRUPTED_WAIT, root)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['1']\n"
+
+
 def test_a_first_interrupt_that_is_watched_saves_and_a_second_one_interrupts(root):
     done = faults.run_python(INTERRUPTED, root)
     assert done.returncode == 0, done.stderr

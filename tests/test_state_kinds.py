@@ -1131,9 +1131,12 @@ def test_a_sharding_does_not_narrow_values_in_silence(tmp_path):
     assert found["step"] == 7
     assert found["rate"] == np.float32(0.1)
     assert found["counts"].sharding == everywhere
-    for name, value in (("counts", np.arange(4) + 2**40), ("rates", np.arange(4) / 7)):
+    for name, value, hint in (
+        ("counts", np.arange(4) + 2**40, r"\(no sharding\)$"),
+        ("rates", np.arange(4) / 7, r"\(no sharding\), or cast it with dtype=$"),
+    ):
         rps.save(tmp_path / name, {name: value})
-        with pytest.raises(rps.TreeMismatchError, match=f"{name}: the stored .*64 values do not fit.*x64"):
+        with pytest.raises(rps.TreeMismatchError, match=f"{name}: the stored .*64 values do not fit.*x64.*{hint}"):
             rps.load(tmp_path / name, sharding=everywhere)
     assert rps.load(tmp_path / "rates", sharding=everywhere, dtype=jnp.float32)["rates"].dtype == jnp.float32
 
