@@ -50,6 +50,7 @@ class PreemptionWatch:
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
         self._closed = False
+        self._came: set[int] = set()
         self._service = signals is not None and _compat.has_preemption_service()
         if signals and not self._service and jax.process_count() > 1:
             logger.warning(
@@ -89,7 +90,8 @@ class PreemptionWatch:
         return not self._closed and number in self._before and os.getpid() == self._process
 
     def _note(self, number: int, frame: Any) -> None:
-        before, told = self._before.get(number), self.reason is not None
+        before, again = self._before.get(number), number in self._came
+        self._came.add(number)
         watched = any(watch._watches_for(number) for watch in _watches)
         if self._watches_for(number):
             if self._service:
@@ -101,5 +103,5 @@ class PreemptionWatch:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         # Python's own handler of SIGINT would end the loop before it has saved. A second one is from who will not wait.
-        if callable(before) and (told or not watched or before is not signal.default_int_handler):
+        if callable(before) and (again or not watched or before is not signal.default_int_handler):
             before(number, frame)

@@ -222,8 +222,8 @@ class Snapshotter:
 
         A CPU device takes aligned NumPy memory as it lies (`device_put`, `jnp.asarray`), and nothing tells such an
         array from others. But its values are there from the beginning: what a step is still computing is no such
-        array. Nor is one whose shards lie apart, unless one of them comes from an earlier such array: to wait for all
-        that might be like that would double how long a call blocks.
+        array. One whose shards lie apart is taken for none, which is wrong where one of them comes from an earlier such
+        array: to wait for all that might be like that would double how long a call blocks.
         """
         if program.mesh.devices.flat[0].platform != "cpu":
             return False

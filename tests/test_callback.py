@@ -679,7 +679,10 @@ def interrupted():
     return False
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-with rps.CheckpointCallback({"directory": sys.argv[1], "preemption_signals": ["SIGINT"]}) as checkpoint:
+keys = {"directory": sys.argv[1], "preemption_signals": ["SIGINT"]}
+below = rps.CheckpointCallback(keys)
+with rps.CheckpointCallback(keys) as checkpoint:
+    below.close()  # its handler stays below the other's
     assert not interrupted()
     assert checkpoint(1, {"w": 1.0}) and checkpoint.should_stop
     assert interrupted()  # the second one, by who will not wait
